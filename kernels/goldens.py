@@ -1,0 +1,169 @@
+"""The golden decoder in plain torch: the definition that programs and executors are compared with.
+
+One function serves prefill and decode: a batch is a list of token rows, each with its own position and page list,
+and all keys and values of the batch are written before any row attends. So the same tokens give the same numbers
+however they are cut into chunks.
+
+Page layout: a layer's cache is BF16 `[slots, kv_heads * head_dim]` with `slot = page * 128 + offset`; the softmax
+runs online over pages of 128 tokens, with probabilities narrowed to BF16 before they meet the values, as on the
+device's matrix unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantize.numerics import apply_rope, linear_w8a8, quantize_activation, rms_norm, to_bf16
+
+PAGE_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a decoder layer's arithmetic depends on, beside its tensors."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer's slabs: projections INT8 `[in, out]`, scales FP32 `[out]`, norms FP32 `[n]`.
+
+    `w_down` is INT8 with `w_down_scale`, or BF16 with `w_down_scale=None`. `q_norm`/`k_norm` FP32 `[head_dim]` and the
+    QKV biases FP32 `[out]` are None where the family has none.
+    """
+
+    input_rms: Tensor
+    wq: Tensor
+    wk: Tensor
+    wv: Tensor
+    wq_scale: Tensor
+    wk_scale: Tensor
+    wv_scale: Tensor
+    wo: Tensor
+    wo_scale: Tensor
+    post_rms: Tensor
+    w_gate: Tensor
+    w_up: Tensor
+    w_gate_scale: Tensor
+    w_up_scale: Tensor
+    w_down: Tensor
+    w_down_scale: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Where each token row of a batch stands.
+
+    `positions` INT64 `[rows]`; `slots` INT64 `[rows]`, the cache row each token's K and V go to; `block_table` INT64
+    `[rows, pages]`, the pages of the row's sequence in order; `cos`/`sin` FP32 `[rows, head_dim]` at the positions.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    block_table: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor, block_table: Tensor, num_kv_heads: int
+) -> Tensor:
+    """Attend each row of `q` to the `position + 1` cached tokens of its sequence; returns FP32 `[rows, heads, dim]`.
+
+    `q` BF16 `[rows, heads, dim]`; caches BF16 `[slots, kv_heads * dim]`. Online softmax over pages of 128 tokens
+    (Milakov and Gimelshein, 2018): scores `FP32(q . k) * dim^-0.5`, probabilities narrowed to BF16 and summed as
+    narrowed, running maximum and rescaling in FP32.
+    """
+    rows, heads, dim = q.shape
+    group = heads // num_kv_heads
+    out = torch.empty(rows, heads, dim, dtype=torch.float32)
+    q_fp32 = q.to(torch.float32).view(rows, num_kv_heads, group, dim)
+    for row in range(rows):
+        context = int(positions[row]) + 1
+        running_max = torch.full((num_kv_heads, group, 1), float("-inf"))
+        total = torch.zeros(num_kv_heads, group, 1)
+        accumulator = torch.zeros(num_kv_heads, group, dim)
+        for page_index in range((context + PAGE_TOKENS - 1) // PAGE_TOKENS):
+            first = int(block_table[row, page_index]) * PAGE_TOKENS
+            tokens = min(PAGE_TOKENS, context - page_index * PAGE_TOKENS)
+            keys = k_cache[first : first + tokens].to(torch.float32).view(tokens, num_kv_heads, dim).transpose(0, 1)
+            values = v_cache[first : first + tokens].to(torch.float32).view(tokens, num_kv_heads, dim).transpose(0, 1)
+            scores = (q_fp32[row] @ keys.transpose(1, 2)) * dim**-0.5
+            page_max = torch.maximum(running_max, scores.amax(dim=-1, keepdim=True))
+            probabilities = to_bf16(torch.exp(scores - page_max)).to(torch.float32)
+            rescale = torch.exp(running_max - page_max)
+            total = total * rescale + probabilities.sum(dim=-1, keepdim=True)
+            accumulator = accumulator * rescale + probabilities @ values
+            running_max = page_max
+        out[row] = (accumulator / total).reshape(heads, dim)
+    return out
+
+
+def attention_inputs(x: Tensor, weights: LayerWeights, shape: LayerShape, rows: TokenRows) -> tuple[Tensor, ...]:
+    """Norm, quantize, project, QK-norm and rotate: BF16 `[rows, hidden]` to BF16 q `[rows, heads, dim]`, k, v 2-D."""
+    count = x.shape[0]
+    normed = to_bf16(rms_norm(x.to(torch.float32), weights.input_rms, shape.rms_norm_eps))
+    codes, scale = quantize_activation(normed)
+    q = linear_w8a8(codes, scale, weights.wq, weights.wq_scale)
+    k = linear_w8a8(codes, scale, weights.wk, weights.wk_scale)
+    v = linear_w8a8(codes, scale, weights.wv, weights.wv_scale)
+    if weights.q_bias is not None and weights.k_bias is not None and weights.v_bias is not None:
+        q, k, v = q + weights.q_bias, k + weights.k_bias, v + weights.v_bias
+    q = q.view(count, shape.num_heads, shape.head_dim)
+    k = k.view(count, shape.num_kv_heads, shape.head_dim)
+    if weights.q_norm is not None and weights.k_norm is not None:
+        q = rms_norm(q, weights.q_norm, shape.rms_norm_eps)
+        k = rms_norm(k, weights.k_norm, shape.rms_norm_eps)
+    q = to_bf16(apply_rope(q, rows.cos, rows.sin))
+    k = to_bf16(apply_rope(k, rows.cos, rows.sin))
+    return q, k.reshape(count, -1), to_bf16(v)
+
+
+def mlp(h_fp32: Tensor, weights: LayerWeights, eps: float) -> Tensor:
+    """SwiGLU MLP of the FP32 residual `[rows, hidden]`: norm, quantize, gate/up, SiLU, down; returns FP32."""
+    codes, scale = quantize_activation(to_bf16(rms_norm(h_fp32, weights.post_rms, eps)))
+    gate = linear_w8a8(codes, scale, weights.w_gate, weights.w_gate_scale)
+    up = linear_w8a8(codes, scale, weights.w_up, weights.w_up_scale)
+    activated = to_bf16(gate * (1.0 / (1.0 + torch.exp(-gate))) * up)
+    if weights.w_down_scale is None:
+        return activated.to(torch.float32) @ weights.w_down.to(torch.float32)
+    return linear_w8a8(*quantize_activation(activated), weights.w_down, weights.w_down_scale)
+
+
+def decoder_layer(
+    x: Tensor, weights: LayerWeights, shape: LayerShape, rows: TokenRows, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    """Run one decoder layer on BF16 `[rows, hidden]`; writes the rows' K and V to the caches in place; returns BF16.
+
+    The residual stays FP32 inside the layer and is narrowed once, at its end.
+    """
+    q, k, v = attention_inputs(x, weights, shape, rows)
+    k_cache[rows.slots] = k
+    v_cache[rows.slots] = v
+    context = paged_attention(q, k_cache, v_cache, rows.positions, rows.block_table, shape.num_kv_heads)
+    codes, scale = quantize_activation(to_bf16(context).reshape(x.shape[0], -1))
+    residual = x.to(torch.float32) + linear_w8a8(codes, scale, weights.wo, weights.wo_scale)
+    return to_bf16(residual + mlp(residual, weights, shape.rms_norm_eps))
+
+
+def lm_head(x: Tensor, final_norm: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Final norm and LM head: BF16 `[rows, hidden]` x BF16 `[vocab, hidden]` to logits FP32 `[rows, vocab]`."""
+    normed = to_bf16(rms_norm(x.to(torch.float32), final_norm, eps))
+    return normed.to(torch.float32) @ weight.to(torch.float32).t()
+
+
+def greedy(logits: Tensor, real_vocab: int) -> Tensor:
+    """Ids INT64 `[rows]` of the largest logit below `real_vocab`; ties go to the lowest id; padded ids never win."""
+    return logits[:, :real_vocab].argmax(dim=-1)

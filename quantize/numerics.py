@@ -1,0 +1,99 @@
+"""The numeric contract of W8A8, in plain torch: what rounds where, and how.
+
+Everything that computes with quantized values (the goldens, the CPU executor, the PyPTO programs) agrees with the
+functions here within stated tolerances. The contract:
+
+- a weight is INT8 per output channel, symmetric, with a scale in the source's dtype;
+- an activation is INT8 per token, symmetric, quantized from its BF16 value with an FP32 scale;
+- a product is INT8 x INT8 accumulated exactly in INT32, then `FP32(acc) * weight_scale * activation_scale`;
+- norms, RoPE, softmax and the residual inside a layer are FP32; FP32 becomes BF16 by round-half-to-even.
+
+This module knows nothing of checkpoints, files or models.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INT8_MAX = 127
+ACTIVATION_AMAX_EPS = 1e-4
+EXACT_FP32_K = 1024
+"""Longest reduction for which an FP32 sum of INT8 products is exact: 128 * 128 * 1024 = 2**24."""
+
+
+def quantize_activation(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize each row of `values` to INT8, symmetric and dynamic.
+
+    `values` is BF16 `[tokens, k]`. Returns codes INT8 `[tokens, k]` and scales FP32 `[tokens, 1]` with
+    `amax = max(1e-4, max|x|)`, `code = clamp(rint(x * (127 / amax)), -127, 127)` and `scale = amax / 127`.
+    The multiplication by the reciprocal (rather than a division by the scale) is what the device kernels do.
+    """
+    x_fp32 = values.to(torch.float32)
+    amax = x_fp32.abs().amax(dim=-1, keepdim=True).clamp_min(ACTIVATION_AMAX_EPS)
+    codes = torch.round(x_fp32 * (INT8_MAX / amax)).clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+    return codes, amax / INT8_MAX
+
+
+def int8_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply INT8 `[m, k]` by INT8 `[k, n]` exactly; returns INT32 `[m, n]`.
+
+    The product is computed by FP32 matmuls over slices of at most 1024 along k, where every partial sum is an
+    integer of at most 2**24 and so exact in any order; the slices are added as INT32. No torch INT8 operator is
+    both exact and fast on every CPU.
+    """
+    k = left.shape[1]
+    total = torch.zeros(left.shape[0], right.shape[1], dtype=torch.int32)
+    for start in range(0, k, EXACT_FP32_K):
+        stop = min(start + EXACT_FP32_K, k)
+        part = left[:, start:stop].to(torch.float32) @ right[start:stop].to(torch.float32)
+        total += part.to(torch.int32)
+    return total
+
+
+def linear_w8a8(codes: Tensor, scale_fp32: Tensor, weight: Tensor, weight_scale_fp32: Tensor) -> Tensor:
+    """Apply a W8A8 linear to quantized activations; returns FP32 `[tokens, out]`.
+
+    `codes` INT8 `[tokens, k]` and `scale_fp32` `[tokens, 1]` come from `quantize_activation`; `weight` is INT8
+    `[k, out]` (the transposed, kernel-ready layout) and `weight_scale_fp32` is `[out]`. The dequantization order is
+    `(FP32(acc) * weight_scale) * activation_scale`.
+    """
+    accumulator = int8_matmul(codes, weight)
+    return accumulator.to(torch.float32) * weight_scale_fp32 * scale_fp32
+
+
+def rms_norm(values_fp32: Tensor, gamma_fp32: Tensor, eps: float) -> Tensor:
+    """RMS-normalise the last axis in FP32: `x * (1 / sqrt(mean(x^2) + eps)) * gamma`; FP32 in, FP32 out."""
+    inverse_rms = torch.rsqrt(values_fp32.square().mean(dim=-1, keepdim=True) + eps)
+    return values_fp32 * inverse_rms * gamma_fp32
+
+
+def rope_tables(head_dim: int, theta: float, positions: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine tables FP32 `[positions, head_dim]` for half-split (NeoX) rotary embedding.
+
+    Columns `i` and `i + head_dim / 2` hold the same angle `position / theta^(2 i / head_dim)`. Inverse frequencies
+    are FP32, as transformers computes them (Su et al., RoFormer, 2021).
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    inverse_frequency = 1.0 / (theta**exponent)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse_frequency)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(heads_fp32: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate FP32 `[tokens, heads, head_dim]` by per-token tables FP32 `[tokens, head_dim]`, half split.
+
+    `lo' = lo * cos_lo - hi * sin_lo` and `hi' = hi * cos_hi + lo * sin_hi`.
+    """
+    half = heads_fp32.shape[-1] // 2
+    low, high = heads_fp32[..., :half], heads_fp32[..., half:]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat(
+        [low * cos[..., :half] - high * sin[..., :half], high * cos[..., half:] + low * sin[..., half:]], dim=-1
+    )
+
+
+def to_bf16(values: Tensor) -> Tensor:
+    """Narrow FP32 to BF16 by round-half-to-even (torch's conversion on every backend used here)."""
+    return values.to(torch.bfloat16)
