@@ -1,0 +1,1 @@
+"""Serving: bundles and their store, the engine, executors, the OpenAI-compatible API, the worker and its bench."""
