@@ -1,0 +1,27 @@
+"""Fixtures shared by all test folders: tiny checkpoints made once per test session (read-only for the tests)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import make_tiny_llama, make_tiny_qwen2, make_tiny_qwen3
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 checkpoint directory; copy it before changing anything."""
+    return make_tiny_qwen3(tmp_path_factory.mktemp("tiny") / "qwen3")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama checkpoint directory with tied embeddings; copy it before changing anything."""
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 checkpoint directory with QKV biases; copy it before changing anything."""
+    return make_tiny_qwen2(tmp_path_factory.mktemp("tiny") / "qwen2")
