@@ -28,10 +28,12 @@ def quantize_activation(values: Tensor) -> tuple[Tensor, Tensor]:
     `values` is BF16 `[tokens, k]`. Returns codes INT8 `[tokens, k]` and scales FP32 `[tokens, 1]` with
     `amax = max(1e-4, max|x|)`, `code = clamp(rint(x * (127 / amax)), -127, 127)` and `scale = amax / 127`.
     The multiplication by the reciprocal (rather than a division by the scale) is what the device kernels do.
+    `127 / amax` is one correctly rounded division: torch would turn `127 / tensor` into `reciprocal(tensor) * 127`, which
+    rounds twice and differs in one value out of four.
     """
     x_fp32 = values.to(torch.float32)
     amax = x_fp32.abs().amax(dim=-1, keepdim=True).clamp_min(ACTIVATION_AMAX_EPS)
-    codes = torch.round(x_fp32 * (INT8_MAX / amax)).clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+    codes = torch.round(x_fp32 * torch.full_like(amax, INT8_MAX).div_(amax)).clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
     return codes, amax / INT8_MAX
 
 
@@ -63,8 +65,11 @@ def linear_w8a8(codes: Tensor, scale_fp32: Tensor, weight: Tensor, weight_scale_
 
 
 def rms_norm(values_fp32: Tensor, gamma_fp32: Tensor, eps: float) -> Tensor:
-    """RMS-normalise the last axis in FP32: `x * (1 / sqrt(mean(x^2) + eps)) * gamma`; FP32 in, FP32 out."""
-    inverse_rms = torch.rsqrt(values_fp32.square().mean(dim=-1, keepdim=True) + eps)
+    """RMS-normalise the last axis in FP32: `x * (1 / sqrt(mean(x^2) + eps)) * gamma`; FP32 in, FP32 out.
+
+    The inverse is a rounded square root and a rounded reciprocal; `torch.rsqrt` approximates, differently on each CPU.
+    """
+    inverse_rms = (values_fp32.square().mean(dim=-1, keepdim=True) + eps).sqrt_().reciprocal_()
     return values_fp32 * inverse_rms * gamma_fp32
 
 
