@@ -28,7 +28,7 @@ def quantize_activation(values: Tensor) -> tuple[Tensor, Tensor]:
     `values` is BF16 `[tokens, k]`. Returns codes INT8 `[tokens, k]` and scales FP32 `[tokens, 1]` with
     `amax = max(1e-4, max|x|)`, `code = clamp(rint(x * (127 / amax)), -127, 127)` and `scale = amax / 127`.
     The multiplication by the reciprocal (rather than a division by the scale) is what the device kernels do.
-    `127 / amax` is one correctly rounded division: torch would turn `127 / tensor` into `reciprocal(tensor) * 127`, which
+    `127 / amax` is one correctly rounded division: torch turns `127 / tensor` into `reciprocal(tensor) * 127`, which
     rounds twice and differs in one value out of four.
     """
     x_fp32 = values.to(torch.float32)
