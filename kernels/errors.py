@@ -1,33 +1,40 @@
 """Errors of the `kernels` package.
 
     KernelsError            anything this package refuses to do
-    ├── ContractError       slabs do not fit the kernel contract (unknown version, changed table, wrong shape or dtype)
-    ├── StagingError        a checkpoint cannot be staged into slabs
-    └── ProgramError        a program cannot be built for this shape, or was handed arguments that do not fit it
-        └── ToolchainError  PyPTO, its calculator or a subprocess of theirs failed, is missing or ran out of time
+    ├── ContractError       a model does not fit the kernel contract, or slabs were made for another contract
+    ├── StagingError        a checkpoint cannot be staged, or staged slabs are damaged; `problems` lists every finding
+    └── ProgramError        a PyPTO program failed to compile, verify, simulate or run
+        └── ToolchainError  the toolchain itself is missing, broken or timed out
 
-Catch `KernelsError` at the edge (the command line exits with 2); catch `ToolchainError` to tell a broken installation
-from a bad argument.
+Catch `KernelsError` at the edge (the command line exits with 2); catch `ProgramError` to report a failed program as a
+failed validation (exit 1).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class KernelsError(Exception):
-    """Base of everything the `kernels` package raises on bad input."""
+    """Base of everything the `kernels` package raises on bad input or failure."""
 
 
 class ContractError(KernelsError):
-    """Slabs and kernel contract disagree; the message names what was found and what was expected."""
+    """The model's shape is outside the contract's limits, or slabs follow a contract this version does not know."""
 
 
 class StagingError(KernelsError):
-    """A checkpoint cannot be staged; the message names the modules or tensors at fault."""
+    """A checkpoint cannot become slabs, or slabs cannot be read; the message names every problem found."""
+
+    def __init__(self, summary: str, problems: Sequence[str] = ()) -> None:
+        self.summary = summary
+        self.problems = tuple(problems)
+        super().__init__("\n".join([summary, *(f"  - {problem}" for problem in self.problems)]))
 
 
 class ProgramError(KernelsError):
-    """A program does not exist for this shape, or an argument has the wrong name, dtype, shape or layout."""
+    """A PyPTO program failed to build, verify, simulate or run."""
 
 
 class ToolchainError(ProgramError):
-    """PyPTO is missing or failed: a build, a compile pass, the interpreter, or a timeout."""
+    """The PyPTO toolchain is missing or broken, or ran out of time."""
