@@ -1,0 +1,304 @@
+"""Staging: a W8A8 checkpoint becomes slabs, by the rules of the contract, one source tensor at a time.
+
+The slab file is allocated once on disk and every tensor is written at its place, so the peak memory is about one
+tensor and the model is never held. The folder appears under its final name only when it is complete. This module knows
+nothing of how weights were quantized: codes and scales are re-oriented, never recomputed.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from quantize.checkpoint import CheckpointReader
+from torch import Tensor
+
+from kernels.contract import CONTRACT_NAME, CONTRACT_VERSION, DownDtype, ResolvedSlab, fingerprint, slab_specs
+from kernels.errors import StagingError
+from kernels.layout import slab_blocks, source_problem
+from kernels.slabs import (
+    MANIFEST_FILE,
+    SLAB_FILE,
+    Slabs,
+    config_to_json,
+    load_slabs,
+    slab_header,
+    slab_offsets,
+    slabs_digest,
+    tensor_bytes,
+    verify_slabs,
+)
+from quantize.model_config import ModelConfig
+from quantize.numerics import rope_tables
+
+__all__ = ["Slabs", "StageResult", "load_slabs", "stage_checkpoint", "verify_slabs"]
+
+logger = logging.getLogger(__name__)
+
+MAX_PROBLEMS_SHOWN = 50
+WRITE_BLOCK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What staging made: the slabs' digest, each slab's dtype, shape and sha256, payload bytes and wall time."""
+
+    digest: str
+    tensors: dict[str, dict[str, Any]]
+    bytes: int
+    seconds: float
+
+
+def stage_checkpoint(
+    checkpoint: Path,
+    out: Path,
+    down: DownDtype = "int8",
+    progress: Callable[[int, int], None] | None = None,
+) -> StageResult:
+    """Write the slabs of the W8A8 `checkpoint` to the new folder `out`; `progress(done_bytes, total_bytes)` as it goes.
+
+    The result is a function of the checkpoint's content: two runs give equal digests. Raises StagingError listing every
+    problem, ContractError when the model does not fit the contract, and quantize's CheckpointError when the checkpoint
+    cannot be read; nothing is left at `out` or beside it then.
+    """
+    started = time.monotonic()
+    if out.exists():
+        raise StagingError(f"{out} already exists; remove it or choose another folder")
+    with CheckpointReader(checkpoint) as reader:
+        slabs = slab_specs(reader.config, down)
+        _check_sources(reader, slabs, down)
+        total_bytes = sum(slab.nbytes for slab in slabs)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _check_space(out.parent, total_bytes)
+        _remove_abandoned(out)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.{os.getpid()}.", suffix=".partial", dir=out.parent))
+        try:
+            tensors = _write_slabs(reader, slabs, folder / SLAB_FILE, progress)
+            digest = slabs_digest(reader.config, down, tensors)
+            _write_manifest(folder / MANIFEST_FILE, reader.config, down, tensors, digest)
+            folder.chmod(0o755)
+            _sync_folder(folder)
+            folder.rename(out)
+            _sync_folder(out.parent)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    seconds = time.monotonic() - started
+    logger.info("staged %d slabs, %.1f MB, in %.1f s to %s", len(slabs), total_bytes / 1e6, seconds, out)
+    return StageResult(digest, tensors, total_bytes, seconds)
+
+
+def source_names(slab: ResolvedSlab, config: ModelConfig) -> list[str]:
+    """The checkpoint tensors that make up `slab`, in slab order; a tied LM head is read from the embedding."""
+    source = slab.spec.source
+    if not source:
+        return []
+    if slab.name == "lm_head_weight" and config.tie_word_embeddings:
+        return ["model.embed_tokens.weight"]
+    if "{layer}" in source:
+        return [source.format(layer=layer) for layer in range(config.num_layers)]
+    return [source]
+
+
+def _check_sources(reader: CheckpointReader, slabs: Sequence[ResolvedSlab], down: DownDtype) -> None:
+    """Compare the checkpoint's tensor table with what the slabs need, reading no weight; all problems in one error."""
+    config, infos = reader.config, reader.infos
+    problems: list[str] = []
+    used = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    unquantized = _unquantized_modules(reader, slabs)
+    problems += _unquantized_problems(unquantized, config.num_layers, down)
+    for slab in slabs:
+        for name in source_names(slab, config):
+            used.add(name)
+            if name.rsplit(".", 1)[0] in unquantized:
+                continue
+            info = infos.get(name)
+            if info is None:
+                problems.append(f"{name} is missing (slab {slab.name} of family {config.family} needs it)")
+                continue
+            problem = source_problem(slab, name, info.dtype, info.shape, config.num_layers, config.vocab_size)
+            if problem:
+                problems.append(problem)
+    for name in sorted(infos.keys() - used):
+        if name.endswith("down_proj.weight_scale") and down == "bf16":
+            continue
+        problems.append(f"{name} is unexpected for family {config.family} with {config.num_layers} layers")
+    if problems:
+        shown = problems[:MAX_PROBLEMS_SHOWN]
+        if len(problems) > len(shown):
+            shown.append(f"... and {len(problems) - len(shown)} more")
+        raise StagingError(f"{reader.directory} cannot be staged for down={down}: {len(problems)} problem(s)", shown)
+
+
+def _unquantized_modules(reader: CheckpointReader, slabs: Sequence[ResolvedSlab]) -> set[str]:
+    """Modules whose weight the contract wants in INT8 (or whose `down` variant differs) but that are not so stored."""
+    wrong = set()
+    for slab in slabs:
+        if slab.spec.rule == "transpose":
+            for name in source_names(slab, reader.config):
+                info = reader.infos.get(name)
+                if info is not None and (info.dtype == "I8") != (slab.dtype == "INT8"):
+                    wrong.add(name.rsplit(".", 1)[0])
+    return wrong
+
+
+def _unquantized_problems(modules: set[str], num_layers: int, down: DownDtype) -> list[str]:
+    downs = sorted(module for module in modules if module.endswith(".down_proj"))
+    others = sorted(modules - set(downs))
+    problems = []
+    if downs and down == "bf16":
+        problems.append(
+            f"{len(downs)} of {num_layers} down_proj are INT8 but down=bf16 was asked for: stage with down=int8, or "
+            f"quantize again with down=bf16 ({', '.join(downs)})"
+        )
+    elif downs and len(downs) == num_layers:
+        problems.append("down_proj of every layer is not quantized in this checkpoint: stage it with down=bf16")
+    elif downs:
+        problems.append(
+            f"down_proj is quantized in some layers and not in others ({', '.join(downs)} are not): "
+            "a slab has one dtype, quantize all of them or none"
+        )
+    if others:
+        problems.append(
+            f"not quantized, but the contract has them in INT8: {', '.join(others)}; "
+            "quantize again without ignoring them"
+        )
+    return problems
+
+
+def _remove_abandoned(out: Path) -> None:
+    """Remove partial folders of `out` whose writer was killed (the name holds its process id)."""
+    for folder in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
+        pid = folder.name[len(out.name) + 2 :].split(".")[0]
+        if pid.isdigit() and not _is_alive(int(pid)):
+            logger.info("removing %s, left by a run that was killed", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _check_space(folder: Path, needed_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise StagingError(f"slabs need {needed_bytes} bytes but {folder} has {free_bytes} free; make room or move OUT")
+
+
+def _write_slabs(
+    reader: CheckpointReader,
+    slabs: Sequence[ResolvedSlab],
+    path: Path,
+    progress: Callable[[int, int], None] | None,
+) -> dict[str, dict[str, Any]]:
+    """Allocate the file, then write and hash every slab layer by layer; returns the manifest's tensor table."""
+    header, offsets = slab_header(slabs), slab_offsets(slabs)
+    total_bytes = sum(slab.nbytes for slab in slabs)
+    hashers = {slab.name: hashlib.sha256() for slab in slabs}
+    cursors = {name: len(header) + offset for name, offset in offsets.items()}
+    done_bytes = 0
+    with path.open("wb") as file:
+        handle = file.fileno()
+        _allocate(handle, len(header) + total_bytes, path)
+        os.pwrite(handle, header, 0)
+        for slab, block in _all_blocks(reader, slabs):
+            view = tensor_bytes(block)
+            hashers[slab.name].update(view)
+            for start in range(0, len(view), WRITE_BLOCK_BYTES):
+                part = view[start : start + WRITE_BLOCK_BYTES]
+                _write_all(handle, part, cursors[slab.name])
+                cursors[slab.name] += len(part)
+            done_bytes += len(view)
+            if progress is not None:
+                progress(done_bytes, total_bytes)
+        os.fsync(handle)
+    return {
+        slab.name: {"dtype": slab.dtype, "shape": list(slab.shape), "sha256": hashers[slab.name].hexdigest()}
+        for slab in slabs
+    }
+
+
+def _all_blocks(reader: CheckpointReader, slabs: Sequence[ResolvedSlab]) -> Iterator[tuple[ResolvedSlab, Tensor]]:
+    """Every block of every slab, layers outermost, so that one layer's sources are read together."""
+    config = reader.config
+    for layer in range(config.num_layers):
+        for slab in slabs:
+            if "{layer}" in slab.spec.source:
+                yield from _source_blocks(reader, slab, source_names(slab, config)[layer])
+    for slab in slabs:
+        if not slab.spec.source:
+            tables = rope_tables(config.head_dim, config.rope_theta, slab.shape[0])
+            yield slab, tables[0 if slab.spec.rule == "rope_cos" else 1].contiguous()
+        elif "{layer}" not in slab.spec.source:
+            yield from _source_blocks(reader, slab, source_names(slab, config)[0])
+
+
+def _source_blocks(reader: CheckpointReader, slab: ResolvedSlab, name: str) -> Iterator[tuple[ResolvedSlab, Tensor]]:
+    for block in slab_blocks(slab, reader.tensor(name)):
+        if block.is_floating_point() and not bool(torch.isfinite(block).all()):
+            raise StagingError(f"{name} holds NaN or infinity; slab {slab.name} expects finite values")
+        if slab.spec.rule == "scale_row" and not bool((block > 0).all()):
+            raise StagingError(
+                f"{name} holds a scale that is zero or negative; expected positive scales, quantize again"
+            )
+        yield slab, block
+
+
+def _allocate(handle: int, size_bytes: int, path: Path) -> None:
+    try:
+        os.posix_fallocate(handle, 0, size_bytes)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise StagingError(f"{path.parent} has no room for {size_bytes} bytes of slabs; make room") from error
+        os.truncate(handle, size_bytes)
+
+
+def _write_all(handle: int, view: memoryview, offset: int) -> None:
+    while len(view):
+        written = os.pwrite(handle, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _write_manifest(
+    path: Path, config: ModelConfig, down: DownDtype, tensors: dict[str, dict[str, Any]], digest: str
+) -> None:
+    manifest = {
+        "contract": {
+            "name": CONTRACT_NAME,
+            "version": CONTRACT_VERSION,
+            "fingerprint": fingerprint(down),
+            "down": down,
+        },
+        "config": config_to_json(config),
+        "tensors": tensors,
+        "digest": digest,
+    }
+    with path.open("w") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
