@@ -1,0 +1,158 @@
+"""What a program is: its arguments as data, its golden, its tolerances, and the check of arguments before a call.
+
+PyPTO does not check a call: a tensor of the wrong dtype or shape is reinterpreted byte by byte. So every call goes
+through `check_arguments`. This module knows nothing of pypto.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kernels.errors import ProgramError
+
+__all__ = ["Argument", "Comparison", "Program", "ProgramSpec", "check_arguments", "compare_outputs"]
+
+Direction = Literal["in", "out", "inout", "scratch"]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One tensor argument: a dimension of None is dynamic (read from the tensor at run time)."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int | None, ...]
+    direction: Direction = "in"
+
+    def shape_text(self) -> str:
+        """The shape as text, dynamic dimensions as `*`."""
+        return "[" + ", ".join("*" if size is None else str(size) for size in self.shape) + "]"
+
+
+@dataclass(frozen=True)
+class ProgramSpec:
+    """Base of the frozen specifications that programs are built from; every field is a JSON value."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as a JSON object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An output compared with its golden: largest absolute difference, the tolerance in words, and the verdict."""
+
+    name: str
+    max_abs_diff: float
+    tolerance: str
+    ok: bool
+
+
+class Program(ABC):
+    """A program at one shape. Subclasses say what it takes, what it should compute, and how close it must come."""
+
+    name: ClassVar[str]
+    kernel_module: ClassVar[str]
+    """Module whose `build(spec, options)` returns the jit-compiled kernel; imported only in the subprocess."""
+
+    def __init__(self, spec: ProgramSpec) -> None:
+        self.spec = spec
+
+    @abstractmethod
+    def arguments(self) -> tuple[Argument, ...]:
+        """The tensor arguments, in call order."""
+
+    @abstractmethod
+    def sample_inputs(self, seed: int) -> dict[str, Tensor]:
+        """Random but realistic values for every argument (outputs and scratch zeroed), by name."""
+
+    @abstractmethod
+    def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What every "out" and "inout" argument should hold after the call; `tensors` are left as they are."""
+
+    @abstractmethod
+    def hbm_bytes(self, tensors: Mapping[str, Tensor]) -> int:
+        """Bytes that one call must move between HBM and the cores: weights, cache rows read and written, rows."""
+
+    def check_values(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027 - optional hook
+        """Raise ProgramError on values that the kernel would misread silently (slots, pages, lengths)."""
+
+    def tolerances(self) -> dict[str, str]:
+        """For each output that need not be exact: the tolerance, a key of `TOLERANCES`."""
+        return {}
+
+
+def check_arguments(program: Program, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """Check `tensors` against the program's arguments and return them in call order.
+
+    Raises ProgramError naming every mismatch: missing or unknown names, dtype, shape, memory layout, then values.
+    """
+    arguments = program.arguments()
+    known = {argument.name for argument in arguments}
+    problems = [f"unknown argument `{name}`" for name in tensors if name not in known]
+    for argument in arguments:
+        tensor = tensors.get(argument.name)
+        if tensor is None:
+            problems.append(f"`{argument.name}` is missing")
+            continue
+        if tensor.dtype != argument.dtype:
+            problems.append(f"`{argument.name}` is {tensor.dtype}, expected {argument.dtype}")
+        if tensor.dim() != len(argument.shape) or any(
+            want is not None and have != want for have, want in zip(tensor.shape, argument.shape, strict=True)
+        ):
+            problems.append(f"`{argument.name}` has shape {list(tensor.shape)}, expected {argument.shape_text()}")
+        elif tensor.numel() == 0:
+            problems.append(f"`{argument.name}` is empty")
+        if not tensor.is_contiguous():
+            problems.append(f"`{argument.name}` is not contiguous; pass `.contiguous()`")
+    if problems:
+        raise ProgramError(f"{program.name} cannot be called: " + "; ".join(problems))
+    program.check_values(tensors)
+    return [tensors[argument.name] for argument in arguments]
+
+
+def compare_outputs(
+    program: Program, tensors: Mapping[str, Tensor], golden: Mapping[str, Tensor]
+) -> tuple[Comparison, ...]:
+    """Compare what a call left in `tensors` with `golden`, output by output, in torch and not by the verifier."""
+    tolerances = program.tolerances()
+    return tuple(_compare(name, tensors[name], want, tolerances.get(name, "exact")) for name, want in golden.items())
+
+
+def _compare(name: str, have: Tensor, want: Tensor, tolerance: str) -> Comparison:
+    if have.shape != want.shape or have.dtype != want.dtype:
+        return Comparison(name, float("inf"), f"{tolerance}; shape or dtype differs", False)
+    ok = bool(TOLERANCES[tolerance](have, want))
+    difference = (have.to(torch.float64) - want.to(torch.float64)).abs()
+    return Comparison(name, float(difference.nan_to_num(float("inf")).max()), tolerance, ok)
+
+
+def _exact(have: Tensor, want: Tensor) -> bool:
+    return torch.equal(have, want)
+
+
+def _one_ulp(have: Tensor, want: Tensor) -> bool:
+    """At most one BF16 step (2^-8 of the magnitude) apart, or of the row's RMS where the value itself is smaller."""
+    have_fp32, want_fp32 = have.to(torch.float32), want.to(torch.float32)
+    row_rms = want_fp32.square().mean(dim=-1, keepdim=True).sqrt()
+    allowed = torch.maximum(want_fp32.abs(), row_rms) * 2.0**-7
+    return bool(((have_fp32 - want_fp32).abs() <= allowed).all())
+
+
+def _fp32_sum(have: Tensor, want: Tensor) -> bool:
+    """FP32 sums of the same products in another order: 1e-5 of the row's largest magnitude."""
+    allowed = want.abs().amax(dim=-1, keepdim=True) * 1e-5
+    return bool(((have - want).abs() <= allowed).all())
+
+
+TOLERANCES: dict[str, Callable[[Tensor, Tensor], bool]] = {
+    "exact": _exact,
+    "1 BF16 ulp": _one_ulp,
+    "FP32 summation order": _fp32_sum,
+}

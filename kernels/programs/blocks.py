@@ -1,0 +1,99 @@
+"""Building blocks that PyPTO kernels inline: norm, quantization, linears, rotary embedding.
+
+Imported only where a program is built: importing pypto binds its log and output folders. Two habits of PyPTO matter
+here: `target[:] = value` consumes `value`, and a binary operation broadcasts one axis only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pypto
+
+from kernels.tiles import CubeTile
+from quantize.numerics import ACTIVATION_AMAX_EPS, INT8_MAX
+
+RINT = pypto.CastMode.CAST_RINT
+"""Round half to even: stated at every narrowing, since the default mode differs between backends."""
+
+
+def to_fp32(value: Any) -> Any:
+    """Widen to FP32 (exact)."""
+    return pypto.cast(value, pypto.DT_FP32)
+
+
+def to_bf16(value: Any) -> Any:
+    """Narrow FP32 to BF16, half to even."""
+    return pypto.cast(value, pypto.DT_BF16, RINT)
+
+
+def inverse_rms(x_fp32: Any, width: int, eps: float) -> Any:
+    """`1 / sqrt(mean(x^2) + eps)` over the last axis, kept as an axis of one."""
+    mean = pypto.div(pypto.sum(pypto.mul(x_fp32, x_fp32), -1, keepdim=True), float(width))
+    return pypto.reciprocal(pypto.sqrt(pypto.add(mean, eps)))
+
+
+def rms_norm_rows(x_fp32: Any, gamma: Any, eps: float) -> Any:
+    """RMS-normalise FP32 `[rows, width]` by gamma `[1, width]`; one row per vector tile, so no reduction is split."""
+    width = x_fp32.shape[-1]
+    pypto.set_vec_tile_shapes(1, width)
+    return pypto.mul(pypto.mul(x_fp32, inverse_rms(x_fp32, width, eps)), gamma)
+
+
+def quantize_rows(x_bf16: Any) -> tuple[Any, Any]:
+    """Quantize BF16 `[rows, width]` per row: INT8 codes and FP32 scales `[rows, 1]`, as `quantize_activation`.
+
+    INT8 is reached through INT32 and FP16, both exact here: the device has no direct conversion from FP32.
+    """
+    rows, width = x_bf16.shape
+    pypto.set_vec_tile_shapes(1, width)
+    x_fp32 = to_fp32(x_bf16)
+    amax = pypto.clip(pypto.amax(pypto.abs(x_fp32), -1, keepdim=True), ACTIVATION_AMAX_EPS)
+    limit = pypto.full([rows, 1], float(INT8_MAX), pypto.DT_FP32)
+    scaled = pypto.mul(x_fp32, pypto.div(limit, amax))
+    codes = pypto.clip(pypto.cast(scaled, pypto.DT_INT32, RINT), -INT8_MAX, INT8_MAX)
+    codes_fp16 = pypto.cast(to_fp32(codes), pypto.DT_FP16, RINT)
+    return pypto.cast(codes_fp16, pypto.DT_INT8), pypto.div(amax, float(INT8_MAX))
+
+
+def linear_w8a8(codes: Any, scale: Any, weight: Any, weight_scale: Any, tile: CubeTile) -> Any:
+    """INT8 codes `[rows, k]` by INT8 weight `[k, n]`: FP32 `[rows, n]` = `(acc * weight_scale) * scale`."""
+    rows = codes.shape[0]
+    pypto.set_cube_tile_shapes(*tile.shapes())
+    accumulator = pypto.matmul(codes, weight, pypto.DT_INT32)
+    pypto.set_vec_tile_shapes(rows, 2 * tile.n)
+    return pypto.mul(pypto.mul(to_fp32(accumulator), weight_scale), scale)
+
+
+def linear_bf16(x_bf16: Any, weight: Any, tile: CubeTile, *, transposed: bool = False) -> Any:
+    """BF16 `[rows, k]` by BF16 `[k, n]` (or `[n, k]` when transposed), accumulated in FP32."""
+    pypto.set_cube_tile_shapes(*tile.shapes())
+    return pypto.matmul(x_bf16, weight, pypto.DT_FP32, b_trans=transposed)
+
+
+def head_norm(heads_fp32: Any, gamma: Any, eps: float) -> Any:
+    """RMS-normalise each head of FP32 `[rows, heads, dim]` by gamma `[1, dim]`."""
+    _, heads, dim = heads_fp32.shape
+    pypto.set_vec_tile_shapes(1, heads, dim)
+    normed = pypto.mul(heads_fp32, inverse_rms(heads_fp32, dim, eps))
+    return pypto.mul(normed, pypto.expand_clone(pypto.reshape(gamma, [1, 1, dim]), [1, heads, dim]))
+
+
+def rotate(heads_fp32: Any, cos: Any, sin: Any) -> Any:
+    """Rotate FP32 `[rows, heads, dim]` by tables FP32 `[rows, dim]`, half split; returns BF16."""
+    rows, heads, dim = heads_fp32.shape
+    half = dim // 2
+    pypto.set_vec_tile_shapes(1, heads, dim)
+    low = pypto.view(heads_fp32, [rows, heads, half], [0, 0, 0])
+    high = pypto.view(heads_fp32, [rows, heads, half], [0, 0, half])
+    cos3, sin3 = pypto.reshape(cos, [rows, 1, dim]), pypto.reshape(sin, [rows, 1, dim])
+    cos_low, cos_high = (pypto.view(cos3, [rows, 1, half], [0, 0, at]) for at in (0, half))
+    sin_low, sin_high = (pypto.view(sin3, [rows, 1, half], [0, 0, at]) for at in (0, half))
+    rotated_low = pypto.sub(pypto.mul(low, cos_low), pypto.mul(high, sin_low))
+    rotated_high = pypto.add(pypto.mul(high, cos_high), pypto.mul(low, sin_high))
+    return to_bf16(pypto.concat([rotated_low, rotated_high], -1))
+
+
+def silu(gate: Any) -> Any:
+    """`gate * (1 / (1 + exp(-gate)))` in FP32."""
+    return pypto.mul(gate, pypto.reciprocal(pypto.add(pypto.exp(pypto.neg(gate)), 1.0)))

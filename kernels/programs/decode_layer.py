@@ -1,0 +1,277 @@
+"""`decode_layer`: one whole W8A8 decoder layer over a batch of single tokens, as a program with its golden.
+
+In: the rows' BF16 hidden states, the layer's slabs, RoPE rows, cache slots, block table and context lengths. Out: the
+layer's hidden states, and the two caches with the rows' keys and values written. Batch mates are independent rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels.errors import ProgramError
+from kernels.goldens import PAGE_TOKENS, LayerShape, LayerWeights, TokenRows, attention_inputs, decoder_layer
+from kernels.programs.base import Argument, Program, ProgramSpec
+from quantize.model_config import ModelConfig
+from quantize.numerics import rope_tables
+
+__all__ = ["DecodeLayer", "DecodeLayerSpec", "layer_arguments", "row_arguments"]
+
+PLACEHOLDER_COLUMNS = 16
+"""Width of the zero row handed over for a slab that a family does not have; the kernel does not read it."""
+
+
+@dataclass(frozen=True)
+class DecodeLayerSpec(ProgramSpec):
+    """Shape of one decode layer over `batch_rows` tokens; `pages` and `contexts` set the sample inputs only.
+
+    `contexts` are the rows' context lengths in tokens, the new token included; `pages` the pages of the cache.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    qk_norm: bool
+    qkv_bias: bool
+    down: Literal["int8", "bf16"]
+    batch_rows: int
+    pages: int
+    contexts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.num_heads % self.num_kv_heads:
+            problems.append(f"{self.num_heads} heads are not a multiple of {self.num_kv_heads} key/value heads")
+        if self.head_dim % 32 or not 32 <= self.head_dim <= 256:
+            problems.append(f"head_dim {self.head_dim} is not 32, 64, 96, ... 256")
+        for name, size in (("hidden_size", self.hidden_size), ("intermediate_size", self.intermediate_size)):
+            if size % 32:
+                problems.append(f"{name} {size} is not a multiple of 32, the INT8 fractal width")
+        if len(self.contexts) != self.batch_rows or min(self.contexts, default=0) < 1:
+            problems.append(f"contexts {self.contexts} must give one length >= 1 for each of {self.batch_rows} rows")
+        elif sum(-(-tokens // PAGE_TOKENS) for tokens in self.contexts) > self.pages:
+            problems.append(f"{self.pages} pages cannot hold contexts {self.contexts}")
+        if problems:
+            raise ProgramError(f"no decode_layer program for this shape: {'; '.join(problems)}")
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, down: Literal["int8", "bf16"], contexts: tuple[int, ...], spare_pages: int = 1
+    ) -> DecodeLayerSpec:
+        """The layer of `config` over one row per context length, in a cache with `spare_pages` unused pages."""
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_theta=config.rope_theta,
+            qk_norm=config.qk_norm,
+            qkv_bias=config.qkv_bias,
+            down=down,
+            batch_rows=len(contexts),
+            pages=sum(-(-tokens // PAGE_TOKENS) for tokens in contexts) + spare_pages,
+            contexts=contexts,
+        )
+
+    @property
+    def q_size(self) -> int:
+        """Width of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the key and of the value projection."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def layer_shape(self) -> LayerShape:
+        """The shape as the golden takes it."""
+        return LayerShape(self.num_heads, self.num_kv_heads, self.head_dim, self.rms_norm_eps)
+
+
+class DecodeLayer(Program):
+    """The decode layer at one shape."""
+
+    name = "decode_layer"
+    kernel_module = "kernels.programs.decode_layer_kernel"
+    spec: DecodeLayerSpec
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Hidden rows, slabs of the layer, row data, caches, scratch and output."""
+        s = self.spec
+        fp32, int8, bf16, int32 = torch.float32, torch.int8, torch.bfloat16, torch.int32
+        bias_q, bias_kv = (s.q_size, s.kv_size) if s.qkv_bias else (PLACEHOLDER_COLUMNS, PLACEHOLDER_COLUMNS)
+        norm = s.head_dim if s.qk_norm else PLACEHOLDER_COLUMNS
+        hidden, inter, q, kv, batch = s.hidden_size, s.intermediate_size, s.q_size, s.kv_size, s.batch_rows
+        down_is_int8 = s.down == "int8"
+        return (
+            Argument("x", bf16, (batch, hidden)),
+            Argument("input_rms", fp32, (1, hidden)),
+            Argument("wq", int8, (hidden, q)),
+            Argument("wk", int8, (hidden, kv)),
+            Argument("wv", int8, (hidden, kv)),
+            Argument("wq_scale", fp32, (1, q)),
+            Argument("wk_scale", fp32, (1, kv)),
+            Argument("wv_scale", fp32, (1, kv)),
+            Argument("q_bias", fp32, (1, bias_q)),
+            Argument("k_bias", fp32, (1, bias_kv)),
+            Argument("v_bias", fp32, (1, bias_kv)),
+            Argument("q_norm", fp32, (1, norm)),
+            Argument("k_norm", fp32, (1, norm)),
+            Argument("wo", int8, (q, hidden)),
+            Argument("wo_scale", fp32, (1, hidden)),
+            Argument("post_rms", fp32, (1, hidden)),
+            Argument("w_gate", int8, (hidden, inter)),
+            Argument("w_up", int8, (hidden, inter)),
+            Argument("w_gate_scale", fp32, (1, inter)),
+            Argument("w_up_scale", fp32, (1, inter)),
+            Argument("w_down", int8 if down_is_int8 else bf16, (inter, hidden)),
+            Argument("w_down_scale", fp32, (1, hidden if down_is_int8 else PLACEHOLDER_COLUMNS)),
+            Argument("cos", fp32, (batch, s.head_dim)),
+            Argument("sin", fp32, (batch, s.head_dim)),
+            Argument("slots", int32, (batch, 1)),
+            Argument("context_tokens", int32, (batch,)),
+            Argument("block_table", int32, (batch, None)),
+            Argument("k_cache", bf16, (None, kv), "inout"),
+            Argument("v_cache", bf16, (None, kv), "inout"),
+            Argument("q_rows", bf16, (batch * s.num_heads, s.head_dim), "scratch"),
+            Argument("context_rows", bf16, (batch * s.num_heads, s.head_dim), "scratch"),
+            Argument("out", bf16, (batch, hidden), "out"),
+        )
+
+    def sample_inputs(self, seed: int) -> dict[str, Tensor]:
+        """Random slabs, hidden rows and cache contents; pages in shuffled order, so that a wrong page shows."""
+        s = self.spec
+        generator = torch.Generator().manual_seed(seed)
+        tensors: dict[str, Tensor] = {}
+        for argument in self.arguments():
+            shape = [size if size is not None else 1 for size in argument.shape]
+            if argument.direction in ("out", "scratch"):
+                tensors[argument.name] = torch.zeros(shape, dtype=argument.dtype)
+            elif argument.dtype == torch.int8:
+                codes = torch.randint(-127, 128, shape, dtype=torch.int16, generator=generator)
+                tensors[argument.name] = codes.to(torch.int8)
+            elif argument.name.endswith("_scale"):
+                # Codes have an RMS of 73, so that this scale gives products of about the size of their input.
+                depth = s.intermediate_size if argument.name == "w_down_scale" else s.hidden_size
+                spread = 0.5 + torch.rand(shape, generator=generator)
+                tensors[argument.name] = spread / (73.0 * math.sqrt(depth))
+            elif argument.name in ("input_rms", "post_rms", "q_norm", "k_norm"):
+                tensors[argument.name] = 0.5 + torch.rand(shape, generator=generator)
+            else:
+                values = torch.randn(shape, generator=generator)
+                tensors[argument.name] = values.to(argument.dtype)
+        if s.down == "bf16":
+            w_down = torch.randn(s.intermediate_size, s.hidden_size, generator=generator)
+            tensors["w_down"] = (w_down / math.sqrt(s.intermediate_size)).to(torch.bfloat16)
+        for cache in ("k_cache", "v_cache"):
+            values = torch.randn(s.pages * PAGE_TOKENS, s.kv_size, generator=generator)
+            tensors[cache] = values.to(torch.bfloat16)
+        order = torch.randperm(s.pages, generator=generator).tolist()
+        pages: list[list[int]] = []
+        for tokens in s.contexts:
+            count = -(-tokens // PAGE_TOKENS)
+            pages.append(order[:count])
+            order = order[count:]
+        cos, sin = rope_tables(s.head_dim, s.rope_theta, max(s.contexts))
+        tensors.update(row_arguments([tokens - 1 for tokens in s.contexts], pages, cos, sin))
+        return tensors
+
+    def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The golden layer on copies of the caches, and the query rows that the prologue hands to attention."""
+        s = self.spec
+        weights, rows = self._golden_weights(tensors), self._golden_rows(tensors)
+        k_cache, v_cache = tensors["k_cache"].clone(), tensors["v_cache"].clone()
+        query, _, _ = attention_inputs(tensors["x"], weights, s.layer_shape, rows)
+        out = decoder_layer(tensors["x"], weights, s.layer_shape, rows, k_cache, v_cache)
+        return {"k_cache": k_cache, "v_cache": v_cache, "q_rows": query.reshape(-1, s.head_dim), "out": out}
+
+    def tolerances(self) -> dict[str, str]:
+        """Caches and queries are exact; the attention's FP32 sums may run in another order."""
+        return {"out": "1 BF16 ulp"}
+
+    def hbm_bytes(self, tensors: Mapping[str, Tensor]) -> int:
+        """Every slab once, the hidden rows in and out, and each row's keys and values (read, and one row written)."""
+        skipped = {"k_cache", "v_cache", "q_rows", "context_rows"}
+        fixed = sum(t.numel() * t.element_size() for name, t in tensors.items() if name not in skipped)
+        cached_tokens = int(tensors["context_tokens"].sum()) + self.spec.batch_rows
+        return fixed + 2 * cached_tokens * self.spec.kv_size * tensors["k_cache"].element_size()
+
+    def check_values(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse slots, pages and lengths outside the cache, which the kernel would skip or read as zeros."""
+        cache_slots = tensors["k_cache"].shape[0]
+        slots, table = tensors["slots"].flatten().tolist(), tensors["block_table"]
+        lengths = tensors["context_tokens"].tolist()
+        problems = []
+        if cache_slots % PAGE_TOKENS or tensors["v_cache"].shape[0] != cache_slots:
+            problems.append(f"caches must be equal in length and whole pages of {PAGE_TOKENS} slots, have {cache_slots}")
+        if any(not 0 <= slot < cache_slots for slot in slots) or len(set(slots)) != len(slots):
+            problems.append(f"slots {slots} must be distinct and in 0..{cache_slots - 1}")
+        for row, length in enumerate(lengths):
+            pages = table[row, : max(0, -(-length // PAGE_TOKENS))].tolist()
+            if not 1 <= length <= table.shape[1] * PAGE_TOKENS:
+                problems.append(f"row {row}: context of {length} tokens is not in 1..{table.shape[1] * PAGE_TOKENS}")
+            elif any(not 0 <= page < cache_slots // PAGE_TOKENS for page in pages):
+                problems.append(f"row {row}: pages {pages} are not all in the cache of {cache_slots // PAGE_TOKENS}")
+            elif slots[row] != pages[-1] * PAGE_TOKENS + (length - 1) % PAGE_TOKENS:
+                problems.append(f"row {row}: slot {slots[row]} is not where token {length - 1} of pages {pages} stands")
+        if problems:
+            raise ProgramError(f"{self.name} cannot be called: " + "; ".join(problems))
+
+    def _golden_weights(self, tensors: Mapping[str, Tensor]) -> LayerWeights:
+        s = self.spec
+        optional = {"w_down_scale": s.down == "int8", "q_norm": s.qk_norm, "k_norm": s.qk_norm}
+        optional |= dict.fromkeys(("q_bias", "k_bias", "v_bias"), s.qkv_bias)
+        fields = {}
+        for name in LayerWeights.__dataclass_fields__:
+            if optional.get(name, True):
+                tensor = tensors[name]
+                fields[name] = tensor[0] if tensor.shape[0] == 1 else tensor
+        return LayerWeights(**fields)
+
+    def _golden_rows(self, tensors: Mapping[str, Tensor]) -> TokenRows:
+        return TokenRows(
+            positions=tensors["context_tokens"].to(torch.int64) - 1,
+            slots=tensors["slots"].flatten().to(torch.int64),
+            block_table=tensors["block_table"].to(torch.int64),
+            cos=tensors["cos"],
+            sin=tensors["sin"],
+        )
+
+
+def row_arguments(positions: list[int], pages: list[list[int]], cos: Tensor, sin: Tensor) -> dict[str, Tensor]:
+    """The per-row arguments for tokens at `positions` in sequences that own `pages`, from RoPE tables `[*, dim]`."""
+    width = max(len(row) for row in pages)
+    table = torch.zeros(len(pages), width, dtype=torch.int32)
+    for row, owned in enumerate(pages):
+        table[row, : len(owned)] = torch.tensor(owned, dtype=torch.int32)
+    slots = [owned[at // PAGE_TOKENS] * PAGE_TOKENS + at % PAGE_TOKENS for at, owned in zip(positions, pages, strict=True)]
+    return {
+        "cos": cos[positions].contiguous(),
+        "sin": sin[positions].contiguous(),
+        "slots": torch.tensor(slots, dtype=torch.int32).unsqueeze(1),
+        "context_tokens": torch.tensor(positions, dtype=torch.int32) + 1,
+        "block_table": table,
+    }
+
+
+def layer_arguments(weights: LayerWeights) -> dict[str, Tensor]:
+    """One layer's slabs as program arguments: vectors become rows of one, absent slabs placeholder rows."""
+    arguments = {}
+    for name in LayerWeights.__dataclass_fields__:
+        tensor: Tensor | None = getattr(weights, name)
+        if tensor is None:
+            tensor = torch.zeros(1, PLACEHOLDER_COLUMNS)
+        arguments[name] = tensor.unsqueeze(0) if tensor.dim() == 1 else tensor
+    return arguments

@@ -1,0 +1,208 @@
+"""The PyPTO kernel of `decode_layer`: one W8A8 decoder layer over a batch of single tokens.
+
+Three stages, joined by scratch arguments: a prologue (norm, quantize, QKV, norms, RoPE, cache write), attention over
+the pages of each sequence and key/value head, and an epilogue (output projection, residual, MLP). Each stage is a
+`pypto.loop`, so that the next one starts after it. Annotations must be objects: no postponed evaluation here.
+"""
+
+from typing import Any
+
+import pypto
+
+from kernels.goldens import PAGE_TOKENS
+from kernels.programs import blocks
+from kernels.programs.decode_layer import DecodeLayerSpec
+from kernels.tiles import choose_cube_tile
+
+
+def build(spec: DecodeLayerSpec, options: dict[str, Any]) -> Any:
+    """Return the jit-compiled kernel for `spec`; `options` are the keyword arguments of `pypto.frontend.jit`."""
+    batch, hidden, inter = spec.batch_rows, spec.hidden_size, spec.intermediate_size
+    q_size, kv_size, dim = spec.q_size, spec.kv_size, spec.head_dim
+    bias_q, bias_kv = (q_size, kv_size) if spec.qkv_bias else (16, 16)
+    norm_dim = dim if spec.qk_norm else 16
+    down_scale = hidden if spec.down == "int8" else 16
+    down_dtype = pypto.DT_INT8 if spec.down == "int8" else pypto.DT_BF16
+    fp32, int8, bf16, int32 = pypto.DT_FP32, pypto.DT_INT8, pypto.DT_BF16, pypto.DT_INT32
+    dynamic = pypto.DYNAMIC
+
+    @pypto.frontend.jit(**options)
+    def decode_layer(
+        x: pypto.Tensor([batch, hidden], bf16),
+        input_rms: pypto.Tensor([1, hidden], fp32),
+        wq: pypto.Tensor([hidden, q_size], int8),
+        wk: pypto.Tensor([hidden, kv_size], int8),
+        wv: pypto.Tensor([hidden, kv_size], int8),
+        wq_scale: pypto.Tensor([1, q_size], fp32),
+        wk_scale: pypto.Tensor([1, kv_size], fp32),
+        wv_scale: pypto.Tensor([1, kv_size], fp32),
+        q_bias: pypto.Tensor([1, bias_q], fp32),
+        k_bias: pypto.Tensor([1, bias_kv], fp32),
+        v_bias: pypto.Tensor([1, bias_kv], fp32),
+        q_norm: pypto.Tensor([1, norm_dim], fp32),
+        k_norm: pypto.Tensor([1, norm_dim], fp32),
+        wo: pypto.Tensor([q_size, hidden], int8),
+        wo_scale: pypto.Tensor([1, hidden], fp32),
+        post_rms: pypto.Tensor([1, hidden], fp32),
+        w_gate: pypto.Tensor([hidden, inter], int8),
+        w_up: pypto.Tensor([hidden, inter], int8),
+        w_gate_scale: pypto.Tensor([1, inter], fp32),
+        w_up_scale: pypto.Tensor([1, inter], fp32),
+        w_down: pypto.Tensor([inter, hidden], down_dtype),
+        w_down_scale: pypto.Tensor([1, down_scale], fp32),
+        cos: pypto.Tensor([batch, dim], fp32),
+        sin: pypto.Tensor([batch, dim], fp32),
+        slots: pypto.Tensor([batch, 1], int32),
+        context_tokens: pypto.Tensor([batch], int32),
+        block_table: pypto.Tensor([batch, dynamic], int32),
+        k_cache: pypto.Tensor([dynamic, kv_size], bf16),
+        v_cache: pypto.Tensor([dynamic, kv_size], bf16),
+        q_rows: pypto.Tensor([batch * spec.num_heads, dim], bf16),
+        context_rows: pypto.Tensor([batch * spec.num_heads, dim], bf16),
+        out: pypto.Tensor([batch, hidden], bf16),
+    ):
+        for _ in pypto.loop(1, name="PROLOGUE", idx_name="prologue"):
+            _prologue(
+                spec,
+                (x, input_rms, cos, sin, slots),
+                (wq, wk, wv, wq_scale, wk_scale, wv_scale),
+                (q_bias, k_bias, v_bias, q_norm, k_norm),
+                (q_rows, k_cache, v_cache),
+            )
+        for row in pypto.loop(0, batch, 1, name="ROWS", idx_name="row", submit_before_loop=True):
+            tokens = context_tokens[row]
+            for head in pypto.loop(0, spec.num_kv_heads, 1, name="HEADS", idx_name="head"):
+                _attend(spec, row, head, tokens, block_table, q_rows, k_cache, v_cache, context_rows)
+        for _ in pypto.loop(0, 1, 1, name="EPILOGUE", idx_name="epilogue", submit_before_loop=True):
+            _epilogue(
+                spec,
+                (x, context_rows, wo, wo_scale, post_rms),
+                (w_gate, w_up, w_gate_scale, w_up_scale, w_down, w_down_scale),
+                out,
+            )
+
+    return decode_layer
+
+
+def _prologue(spec: DecodeLayerSpec, inputs: Any, weights: Any, vectors: Any, targets: Any) -> None:
+    """Norm, quantize, project, normalise heads, rotate; write the rows' keys and values to their slots."""
+    x, input_rms, cos, sin, slots = inputs
+    wq, wk, wv, wq_scale, wk_scale, wv_scale = weights
+    q_bias, k_bias, v_bias, q_norm, k_norm = vectors
+    q_rows, k_cache, v_cache = targets
+    batch, dim, kv_size = spec.batch_rows, spec.head_dim, spec.kv_size
+    pypto.set_vec_tile_shapes(1, spec.hidden_size)
+    normed = blocks.to_bf16(blocks.rms_norm_rows(blocks.to_fp32(x), input_rms, spec.rms_norm_eps))
+    codes, scale = blocks.quantize_rows(normed)
+    q_tile = choose_cube_tile(spec.hidden_size, spec.q_size, 1)
+    kv_tile = choose_cube_tile(spec.hidden_size, kv_size, 1)
+    q = blocks.linear_w8a8(codes, scale, wq, wq_scale, q_tile)
+    if spec.qkv_bias:
+        q = pypto.add(q, q_bias)
+    k = blocks.linear_w8a8(codes, scale, wk, wk_scale, kv_tile)
+    v = blocks.linear_w8a8(codes, scale, wv, wv_scale, kv_tile)
+    if spec.qkv_bias:
+        k = pypto.add(k, k_bias)
+        v = pypto.add(v, v_bias)
+    v_bf16 = blocks.to_bf16(v)
+    q3 = pypto.reshape(q, [batch, spec.num_heads, dim])
+    k3 = pypto.reshape(k, [batch, spec.num_kv_heads, dim])
+    if spec.qk_norm:
+        q3 = blocks.head_norm(q3, q_norm, spec.rms_norm_eps)
+        k3 = blocks.head_norm(k3, k_norm, spec.rms_norm_eps)
+    q_rotated = pypto.reshape(blocks.rotate(q3, cos, sin), [batch * spec.num_heads, dim])
+    k_rotated = pypto.reshape(blocks.rotate(k3, cos, sin), [batch, kv_size])
+    pypto.set_vec_tile_shapes(spec.num_heads, dim)
+    q_rows[:] = q_rotated
+    pypto.set_vec_tile_shapes(batch, kv_size)
+    k_cache[:] = pypto.scatter_update(k_cache, -2, slots, k_rotated)
+    v_cache[:] = pypto.scatter_update(v_cache, -2, slots, v_bf16)
+
+
+def _attend(
+    spec: DecodeLayerSpec,
+    row: Any,
+    head: Any,
+    tokens: Any,
+    block_table: Any,
+    q_rows: Any,
+    k_cache: Any,
+    v_cache: Any,
+    context_rows: Any,
+) -> None:
+    """Online softmax of one row and key/value head over the row's pages; writes the group's context."""
+    dim, group = spec.head_dim, spec.num_heads // spec.num_kv_heads
+    first_query = row * spec.num_heads + head * group
+    pages = (tokens + PAGE_TOKENS - 1) // PAGE_TOKENS
+    accumulator = pypto.tensor([group, dim], pypto.DT_FP32, "accumulator")
+    total = pypto.tensor([group, 1], pypto.DT_FP32, "total")
+    maximum = pypto.tensor([group, 1], pypto.DT_FP32, "maximum")
+    for page in pypto.loop(0, pages, 1, name="PAGES", idx_name="page"):
+        first_slot = block_table[row, page] * PAGE_TOKENS
+        valid = pypto.min(tokens - page * PAGE_TOKENS, PAGE_TOKENS)
+        query = pypto.view(q_rows, [group, dim], [first_query, 0])
+        keys = pypto.view(k_cache, [PAGE_TOKENS, dim], [first_slot, head * dim], valid_shape=[valid, dim])
+        values = pypto.view(v_cache, [PAGE_TOKENS, dim], [first_slot, head * dim], valid_shape=[valid, dim])
+        pypto.set_cube_tile_shapes([16, 16], [dim, dim], [PAGE_TOKENS, PAGE_TOKENS])
+        products = pypto.matmul(query, keys, pypto.DT_FP32, b_trans=True)
+        pypto.set_vec_tile_shapes(group, PAGE_TOKENS)
+        scores = pypto.mul(products, dim**-0.5)
+        page_maximum = pypto.amax(scores, -1, keepdim=True)
+        if pypto.cond(pypto.is_loop_begin(page)):
+            weights = blocks.to_bf16(pypto.exp(pypto.sub(scores, page_maximum)))
+            page_total = pypto.sum(blocks.to_fp32(weights), -1, keepdim=True)
+            pypto.set_cube_tile_shapes([16, 16], [PAGE_TOKENS, PAGE_TOKENS], [dim, dim])
+            part = pypto.matmul(weights, values, pypto.DT_FP32)
+            pypto.set_vec_tile_shapes(group, dim)
+            if pypto.cond(pypto.is_loop_end(page)):
+                result = blocks.to_bf16(pypto.div(part, page_total))
+                pypto.assemble(result, [first_query, 0], context_rows)
+            else:
+                accumulator[:] = part
+                total[:] = page_total
+                maximum[:] = page_maximum
+        else:
+            new_maximum = pypto.maximum(maximum, page_maximum)
+            weights = blocks.to_bf16(pypto.exp(pypto.sub(scores, new_maximum)))
+            rescale = pypto.exp(pypto.sub(maximum, new_maximum))
+            page_total = pypto.sum(blocks.to_fp32(weights), -1, keepdim=True)
+            new_total = pypto.add(pypto.mul(total, rescale), page_total)
+            pypto.set_cube_tile_shapes([16, 16], [PAGE_TOKENS, PAGE_TOKENS], [dim, dim])
+            part = pypto.matmul(weights, values, pypto.DT_FP32)
+            pypto.set_vec_tile_shapes(group, dim)
+            new_accumulator = pypto.add(pypto.mul(accumulator, rescale), part)
+            if pypto.cond(pypto.is_loop_end(page)):
+                result = blocks.to_bf16(pypto.div(new_accumulator, new_total))
+                pypto.assemble(result, [first_query, 0], context_rows)
+            else:
+                accumulator[:] = new_accumulator
+                total[:] = new_total
+                maximum[:] = new_maximum
+
+
+def _epilogue(spec: DecodeLayerSpec, inputs: Any, weights: Any, out: Any) -> None:
+    """Output projection, residual and SwiGLU MLP; the residual stays FP32 and is narrowed once."""
+    x, context_rows, wo, wo_scale, post_rms = inputs
+    w_gate, w_up, w_gate_scale, w_up_scale, w_down, w_down_scale = weights
+    hidden, inter = spec.hidden_size, spec.intermediate_size
+    pypto.set_vec_tile_shapes(spec.num_heads, spec.head_dim)
+    context = pypto.reshape(context_rows, [spec.batch_rows, spec.q_size])
+    codes, scale = blocks.quantize_rows(context)
+    o_tile = choose_cube_tile(spec.q_size, hidden, 1)
+    projected = blocks.linear_w8a8(codes, scale, wo, wo_scale, o_tile)
+    residual = pypto.add(blocks.to_fp32(x), projected)
+    normed = blocks.to_bf16(blocks.rms_norm_rows(residual, post_rms, spec.rms_norm_eps))
+    codes, scale = blocks.quantize_rows(normed)
+    up_tile = choose_cube_tile(hidden, inter, 1)
+    gate = blocks.linear_w8a8(codes, scale, w_gate, w_gate_scale, up_tile)
+    up = blocks.linear_w8a8(codes, scale, w_up, w_up_scale, up_tile)
+    activated = blocks.to_bf16(pypto.mul(blocks.silu(gate), up))
+    if spec.down == "int8":
+        codes, scale = blocks.quantize_rows(activated)
+        down_tile = choose_cube_tile(inter, hidden, 1)
+        down = blocks.linear_w8a8(codes, scale, w_down, w_down_scale, down_tile)
+    else:
+        down_tile = choose_cube_tile(inter, hidden, 2)
+        down = blocks.linear_bf16(activated, w_down, down_tile)
+    pypto.set_vec_tile_shapes(spec.batch_rows, 2 * down_tile.n)
+    out[:] = blocks.to_bf16(pypto.add(residual, down))
