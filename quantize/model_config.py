@@ -1,8 +1,23 @@
-"""The shape of a model, read once from `config.json` and trusted from there on."""
+"""The shape of a model, read once from `config.json` and trusted from there on.
+
+Both spellings of the rotary settings are read (`rope_parameters`, and the older `rope_theta` with `rope_scaling`);
+whatever changes a model's arithmetic and is not implemented here is refused by name. Defaults of absent keys are
+those of transformers' configuration classes.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantize.errors import CheckpointError
+
+MAX_JSON_BYTES = 64 * 2**20
+"""Longest JSON file read; the largest real indexes stay below a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -46,3 +61,246 @@ class ModelConfig:
     def q_per_kv(self) -> int:
         """Query heads that share one key/value head (the GQA ratio)."""
         return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class Family:
+    """What distinguishes a family: its class name, QK norms, QKV biases, and transformers' defaults."""
+
+    name: str
+    architecture: str
+    qk_norm: bool
+    qkv_bias: bool
+    default_head_dim: int | None = None
+    default_bos: int | None = None
+    default_eos: int | None = None
+
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen3": Family("qwen3", "Qwen3ForCausalLM", qk_norm=True, qkv_bias=False, default_head_dim=128),
+    "qwen2": Family("qwen2", "Qwen2ForCausalLM", qk_norm=False, qkv_bias=True),
+    "llama": Family("llama", "LlamaForCausalLM", qk_norm=False, qkv_bias=False, default_bos=1, default_eos=2),
+}
+DTYPES = ("bfloat16", "float16", "float32")
+_ABSENT = object()
+
+
+class _Fields:
+    """Typed access to a JSON object that collects problems instead of stopping at the first."""
+
+    def __init__(self, values: Mapping[str, Any], problems: list[str]) -> None:
+        self.values = values
+        self.problems = problems
+
+    def _say(self, key: str, expected: str) -> None:
+        found = f"found {json.dumps(self.values[key], default=str)[:80]}" if key in self.values else "the key is absent"
+        self.problems.append(f"config.json: {key}: {found}, expected {expected}")
+
+    def positive_int(self, key: str, default: int | None = None, *, null_is_default: bool = False) -> int:
+        value = self.values.get(key, _ABSENT)
+        if default is not None and (value is _ABSENT or (value is None and null_is_default)):
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**40:
+            self._say(key, "a positive integer")
+            return 1
+        return value
+
+    def positive_float(self, key: str, default: float) -> float:
+        value = self.values.get(key, _ABSENT)
+        if value is _ABSENT:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and math.isfinite(value)):
+            self._say(key, "a positive number")
+            return default
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            self._say(key, "true or false")
+            return default
+        return value
+
+    def exactly(self, key: str, expected: Any, why: str) -> None:
+        """Complain unless the key is absent, null or equal to `expected`."""
+        if self.values.get(key) is not None and self.values[key] != expected:
+            self._say(key, f"{json.dumps(expected)} ({why})")
+
+
+def _family(config: Mapping[str, Any], problems: list[str]) -> Family | None:
+    supported = ", ".join(family.architecture for family in FAMILIES.values())
+    architectures = config.get("architectures")
+    model_type = config.get("model_type")
+    if architectures is None:
+        found: Any = model_type
+        matches = [family for family in FAMILIES.values() if family.name == model_type]
+    else:
+        found = architectures
+        matches = [family for family in FAMILIES.values() if architectures == [family.architecture]]
+    if not matches:
+        problems.append(
+            f"config.json: architecture {json.dumps(found)[:80]} is not supported, expected one of {supported}"
+        )
+        return None
+    if model_type not in (None, matches[0].name):
+        problems.append(
+            f"config.json: model_type {json.dumps(model_type)[:80]} does not go with {matches[0].architecture}, "
+            f'expected "{matches[0].name}"'
+        )
+        return None
+    return matches[0]
+
+
+def _rope_theta(config: Mapping[str, Any], problems: list[str]) -> float:
+    """Theta from either spelling, with transformers' precedence: `rope_scaling`, `rope_parameters`, `rope_theta`."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key) or {}
+    if not isinstance(rope, Mapping):
+        problems.append(f"config.json: {key}: found {json.dumps(rope)[:80]}, expected an object or null")
+        return 1.0
+    nested = sorted(name for name, value in rope.items() if isinstance(value, Mapping))
+    if nested:
+        problems.append(f"config.json: {key}: per-layer-type settings ({', '.join(nested)}) are not supported")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default":
+        problems.append(
+            f"config.json: {key}: rope type {json.dumps(rope_type)[:80]} is not supported, expected "
+            '"default" (plain rotary embedding); use a checkpoint without context extension'
+        )
+    for holder in (rope, config):
+        factor = holder.get("partial_rotary_factor")
+        if factor is not None and factor != 1:
+            problems.append(f"config.json: partial_rotary_factor: found {factor!r}, expected 1 (all dimensions rotate)")
+    merged = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", _ABSENT))}
+    if merged["rope_theta"] is _ABSENT:
+        return 10_000.0
+    return _Fields(merged, problems).positive_float("rope_theta", 10_000.0)
+
+
+def _check_attention(config: Mapping[str, Any], family: Family, num_layers: int, problems: list[str]) -> None:
+    """Refuse sliding windows, biases and activations that the kernels do not implement."""
+    fields = _Fields(config, problems)
+    window = config.get("sliding_window")
+    slides = window is not None and (
+        family.name == "llama"
+        or (config.get("use_sliding_window") is True and config.get("max_window_layers", 28) < num_layers)
+    )
+    layer_types = config.get("layer_types") or []
+    odd_types = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+    if slides or odd_types:
+        found = f"sliding_window {window}" if slides else f"layer_types {', '.join(odd_types)}"
+        problems.append(f"config.json: {found} is not supported, expected full attention in every layer")
+    fields.exactly("hidden_act", "silu", "the only activation implemented")
+    if family.name != "qwen2":
+        fields.exactly("attention_bias", False, f"biases are implemented for qwen2, not for {family.name}")
+    fields.exactly("mlp_bias", False, "MLP biases are not implemented")
+
+
+def _head_dim(fields: _Fields, family: Family, hidden_size: int, num_heads: int) -> int:
+    if "head_dim" in fields.values:
+        head_dim = fields.positive_int("head_dim")
+    elif family.default_head_dim is not None:
+        head_dim = family.default_head_dim
+    elif hidden_size % num_heads:
+        fields.problems.append(
+            f"config.json: head_dim is absent and hidden_size {hidden_size} is not a multiple of "
+            f"num_attention_heads {num_heads}; state head_dim"
+        )
+        return 2
+    else:
+        head_dim = hidden_size // num_heads
+    if head_dim % 2 and head_dim != 1:
+        fields.problems.append(f"config.json: head_dim {head_dim} is odd; rotary embedding needs an even one")
+    return head_dim
+
+
+def _token_ids(holder: Mapping[str, Any], where: str, key: str, vocab_size: int, problems: list[str]) -> set[int]:
+    value = holder.get(key)
+    if value is None:
+        return set()
+    ids = value if isinstance(value, list) else [value]
+    bad = [entry for entry in ids if not isinstance(entry, int) or isinstance(entry, bool) or entry < 0]
+    if bad:
+        problems.append(f"{where}: {key}: found {json.dumps(value)[:80]}, expected token ids (integers from 0)")
+        return set()
+    outside = [entry for entry in ids if entry >= vocab_size]
+    if outside:
+        problems.append(f"{where}: {key}: ids {outside} are outside the vocabulary of {vocab_size}")
+        return set()
+    return set(ids)
+
+
+def parse_model_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Read a parsed `config.json` (and `generation_config.json`); raises CheckpointError naming every problem."""
+    problems: list[str] = []
+    family = _family(config, problems)
+    if family is None:
+        raise CheckpointError("the model's configuration cannot be used", problems)
+    fields = _Fields(config, problems)
+    hidden_size = fields.positive_int("hidden_size")
+    num_layers = fields.positive_int("num_hidden_layers")
+    num_heads = fields.positive_int("num_attention_heads")
+    default_kv_heads = num_heads if family.name == "llama" or config.get("num_key_value_heads", 0) is None else None
+    num_kv_heads = fields.positive_int("num_key_value_heads", default_kv_heads, null_is_default=True)
+    vocab_size = fields.positive_int("vocab_size")
+    if num_heads % num_kv_heads:
+        problems.append(
+            f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    _check_attention(config, family, num_layers, problems)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if dtype not in DTYPES:
+        problems.append(f"config.json: dtype {dtype!r} is not supported, expected one of {', '.join(DTYPES)}")
+    defaults = {"eos_token_id": family.default_eos, "bos_token_id": family.default_bos}
+    with_defaults = {**({} if generation_config else defaults), **config}
+    eos = _token_ids(with_defaults, "config.json", "eos_token_id", vocab_size, problems)
+    eos |= _token_ids(generation_config or {}, "generation_config.json", "eos_token_id", vocab_size, problems)
+    bos = _token_ids(with_defaults, "config.json", "bos_token_id", vocab_size, problems)
+    parsed = ModelConfig(
+        family=family.name,
+        architecture=family.architecture,
+        hidden_size=hidden_size,
+        intermediate_size=fields.positive_int("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(fields, family, hidden_size, num_heads),
+        vocab_size=vocab_size,
+        rms_norm_eps=fields.positive_float("rms_norm_eps", 1e-6),
+        rope_theta=_rope_theta(config, problems),
+        max_position_tokens=fields.positive_int("max_position_embeddings"),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias,
+        dtype=dtype,
+        eos_token_ids=tuple(sorted(eos)),
+        bos_token_id=min(bos) if bos else None,
+    )
+    if problems:
+        raise CheckpointError("the model's configuration cannot be used", problems)
+    return parsed
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Parse a JSON file that must hold an object; raises CheckpointError naming the file and what is wrong with it."""
+    try:
+        size = path.stat().st_size
+        if not path.is_file() or size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: not a JSON file of at most {MAX_JSON_BYTES} bytes")
+        parsed = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: the file is absent") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {str(error)[:120]}") from None
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path}: found a JSON {type(parsed).__name__}, expected an object")
+    return parsed
+
+
+def load_model_config(directory: Path) -> ModelConfig:
+    """Read `config.json` and, when present, `generation_config.json` of a checkpoint directory."""
+    generation = directory / "generation_config.json"
+    generation_config = read_json_object(generation) if generation.exists() else None
+    return parse_model_config(read_json_object(directory / "config.json"), generation_config)

@@ -13,13 +13,52 @@ This module knows nothing of checkpoints, files or models.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 INT8_MAX = 127
+INT8_MIN = -128
+COMPAT_DIVISOR = 127.5
 ACTIVATION_AMAX_EPS = 1e-4
 EXACT_FP32_K = 1024
 """Longest reduction for which an FP32 sum of INT8 products is exact: 128 * 128 * 1024 = 2**24."""
+
+
+def _smallest_scale(dtype: torch.dtype) -> float:
+    """The least scale given to a row that is not zero.
+
+    FP16's subnormals are ordinary FP32 numbers, so all of its range is used; below the normal BF16 and FP32 numbers
+    a product would be flushed to zero anyway.
+    """
+    info = torch.finfo(dtype)
+    return info.smallest_normal * info.eps if dtype == torch.float16 else info.smallest_normal
+
+
+def quantize_weight(rows: Tensor, arithmetic: Literal["fp32", "compat"] = "fp32") -> tuple[Tensor, Tensor]:
+    """Quantize weight rows `[out, in]` (BF16, FP16 or FP32, finite) to INT8, symmetric per row.
+
+    Returns codes INT8 `[out, in]` and scales `[out, 1]` in the dtype of `rows`, always positive and finite.
+
+    - `fp32`: the scale is `amax / 127` narrowed to the stored dtype, and `code = clamp(rint(w / scale), -127, 127)`
+      in FP32 with the scale as stored. A scale that would vanish is raised to the dtype's least usable number.
+    - `compat`: compressed-tensors' own arithmetic, `amax / 127.5` and `w / scale` each rounded to the stored dtype,
+      codes clamped to [-128, 127].
+
+    A row of zeros gets codes 0 and the dtype's epsilon as its scale (compressed-tensors' choice).
+    """
+    dtype = rows.dtype
+    amax = rows.abs().amax(dim=1, keepdim=True)
+    eps = torch.tensor(torch.finfo(dtype).eps, dtype=dtype)
+    if arithmetic == "compat":
+        scale = amax / torch.tensor(COMPAT_DIVISOR, dtype=dtype)
+        scale = torch.where(scale == 0, eps, scale)
+        return torch.round((rows / scale).clamp_(INT8_MIN, INT8_MAX)).to(torch.int8), scale
+    scale = (amax.to(torch.float32) / INT8_MAX).to(dtype)
+    scale = torch.where(amax == 0, eps, scale.clamp_min(_smallest_scale(dtype)))
+    quotient = rows.to(torch.float32) / scale.to(torch.float32)
+    return torch.round(quotient).clamp_(-INT8_MAX, INT8_MAX).to(torch.int8), scale
 
 
 def quantize_activation(values: Tensor) -> tuple[Tensor, Tensor]:
