@@ -1,0 +1,49 @@
+# The two commands that matter: `make release` and `make test`. Everything lives in .venv/, models/ and .pypto-deploy/.
+
+PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+# PyPI's torch for Linux is a CUDA build of several GB; set TORCH_INDEX to PyTorch's index of CPU wheels to avoid it.
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STORE ?= .pypto-deploy
+MODEL ?= models/SmolLM2-135M-Instruct
+export PYPTO_DEPLOY_STORE = $(STORE)
+
+.PHONY: release test check serve clean setup sample
+
+release: $(MODEL)/config.json
+	$(BIN)/pypto-deploy release $(MODEL) --name smollm2-135m \
+	  --ask "What is the capital of France?" \
+	  --ask "Write one sentence about the sea." \
+	  --ask "What is 2 + 3?"
+
+test: check $(MODEL)/config.json
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+serve: $(VENV)/.installed
+	$(BIN)/pypto-deploy serve champion
+
+setup: $(VENV)/.installed
+
+sample: $(MODEL)/config.json
+
+$(MODEL)/config.json: | $(VENV)/.installed
+	$(BIN)/pypto-deploy sample-model $(MODEL)
+
+$(VENV)/.installed: pyproject.toml constraints.txt scripts/prerequisites.sh
+	sh scripts/prerequisites.sh
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version >/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@# torch first and alone: whatever asks for it later is then content with this build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(STORE) models build output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

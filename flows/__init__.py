@@ -1,0 +1,1 @@
+"""The flows people run (release, rollback), the command line over them, and their settings."""

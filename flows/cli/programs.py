@@ -1,0 +1,100 @@
+"""The verbs on PyPTO programs: `programs list|verify|simulate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from flows import console
+from flows.cli.output import JSON_OPTION, Failed, emit_json, emit_table
+from flows.settings import UsageError
+
+if TYPE_CHECKING:
+    from quantize.model_config import ModelConfig
+
+MODEL_OPTION = typer.Option("qwen3-14b", "--model", help="A checkpoint directory, or a built-in shape.")
+PROGRAM_OPTION = typer.Option(None, "--program", help="Only this program (repeatable).")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group to `app`."""
+    group = typer.Typer(help="PyPTO programs of a model: list, verify, simulate.", no_args_is_help=True)
+    group.command("list")(list_programs)
+    group.command()(verify)
+    group.command()(simulate)
+    app.add_typer(group, name="programs")
+
+
+def list_programs(model: str = MODEL_OPTION, as_json: bool = JSON_OPTION) -> None:
+    """List the programs of a model and the shapes they are checked at."""
+    from kernels.catalog import programs_for
+
+    cases = [case.describe() for case in programs_for(model_config(model))]
+    if as_json:
+        emit_json({"model": model, "programs": cases})
+    else:
+        emit_table(f"Programs of {model}", list(cases[0]), [list(case.values()) for case in cases])
+
+
+def verify(
+    model: str = MODEL_OPTION, program: list[str] | None = PROGRAM_OPTION, as_json: bool = JSON_OPTION
+) -> None:
+    """Compile, verify through the passes against the golden, and simulate at the real shape."""
+    _run(model, program, as_json, check=True)
+
+
+def simulate(
+    model: str = MODEL_OPTION, program: list[str] | None = PROGRAM_OPTION, as_json: bool = JSON_OPTION
+) -> None:
+    """Simulate at the real shape on PyPTO's cost model (Ascend 910B2), without verification."""
+    _run(model, program, as_json, check=False)
+
+
+def model_config(model: str) -> ModelConfig:
+    """The shape of a checkpoint directory or of a built-in name; refuses anything else by name."""
+    from kernels.catalog import BUILTIN_NAMES, builtin_config
+    from quantize.model_config import load_model_config
+
+    if model in BUILTIN_NAMES:
+        return builtin_config(model)
+    if Path(model).is_dir():
+        return load_model_config(Path(model))
+    raise UsageError(f"--model {model!r}: found neither a directory nor one of {', '.join(BUILTIN_NAMES)}")
+
+
+def _run(model: str, names: list[str] | None, as_json: bool, *, check: bool) -> None:
+    from flows.reaper import no_orphans
+    from kernels.catalog import programs_for
+    from kernels.toolchain import validate
+
+    config = model_config(model)
+    known = [case.name for case in programs_for(config)]
+    if unknown := sorted(set(names or ()) - set(known)):
+        raise UsageError(f"--program {', '.join(unknown)}: not known; the programs are {', '.join(known)}")
+    with no_orphans(), console.ReleaseConsole().step("verify" if check else "simulate") as line:
+        reports = validate(config, names=names or None, verify=check, simulate=True, progress=line.note)
+        line.outcome = ", ".join(f"{report.name} {report.status}" for report in reports)
+    if as_json:
+        emit_json({"model": model, "programs": [report.to_json() for report in reports]})
+    else:
+        emit_table(*programs_table([report.to_json() for report in reports]))
+    if failed := [report for report in reports if report.status != "READY"]:
+        raise Failed("; ".join(f"{report.name}: {report.error}" for report in failed))
+
+
+def programs_table(reports: list[dict[str, Any]]) -> tuple[str, list[str], list[list[object]]]:
+    """Title, columns and rows of the programs table; times are the cost model's, not measured on a device."""
+    rows: list[list[object]] = [
+        [
+            report["name"],
+            report["status"],
+            f"{len(report['passes'])}: {', '.join(report['passes'])}" if report["passes"] else "not verified",
+            report["simulated_us"],
+            report["hbm_bound_us"],
+            "cached" if report["cached"] else f"{report['seconds']:.1f} s",
+        ]
+        for report in reports
+    ]
+    return "PyPTO programs", ["program", "status", "verified", "simulated us", "HBM bound us", "took"], rows

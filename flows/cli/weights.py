@@ -1,0 +1,114 @@
+"""The verbs on weights alone: `quantize`, `stage`, `sample-model`. They need neither Prefect nor MLflow."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from flows import console
+from flows.cli.output import JSON_OPTION, emit_json, emit_line
+from flows.settings import UsageError
+
+
+class Arithmetic(str, Enum):
+    """Choices of `--arithmetic`."""
+
+    fp32 = "fp32"
+    compat = "compat"
+
+
+class Down(str, Enum):
+    """Choices of `--down`."""
+
+    int8 = "int8"
+    bf16 = "bf16"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to `app`."""
+    app.command()(quantize)
+    app.command()(stage)
+    app.command("sample-model")(sample_model)
+
+
+def quantize(
+    source: Path = typer.Argument(..., metavar="SRC", help="Checkpoint directory or .gguf file."),
+    out: Path = typer.Argument(..., metavar="OUT", help="Folder to create."),
+    recipe: Path | None = typer.Option(None, help="Recipe file (YAML)."),
+    arithmetic: Arithmetic | None = typer.Option(
+        None, help="Override the recipe: `fp32` codes from the stored scale, `compat` is llm-compressor's."
+    ),
+    as_json: bool = JSON_OPTION,
+) -> None:
+    """Quantize a checkpoint to W8A8 (compressed-tensors int-quantized)."""
+    refuse_existing(out)
+    from quantize.gguf_source import convert_gguf
+    from quantize.recipe import load_recipe
+    from quantize.rtn import quantize_checkpoint
+
+    chosen = load_recipe(recipe)
+    if arithmetic is not None:
+        chosen = chosen.model_copy(update={"arithmetic": arithmetic.value})
+    lines = console.ReleaseConsole()
+    with tempfile.TemporaryDirectory(prefix="pypto-deploy-") as scratch:
+        if source.is_file() and source.suffix == ".gguf":
+            with lines.step("convert GGUF") as line:
+                source = convert_gguf(source, Path(scratch) / "source")
+                line.outcome = "to a BF16 checkpoint"
+        with lines.step("quantize") as line:
+            result = quantize_checkpoint(source, out, chosen, progress=line.advance)
+            line.outcome = f"{result.quantized} of {result.tensors} tensors to INT8"
+    answer = {"out": str(out), "arithmetic": chosen.arithmetic, **asdict(result)}
+    if as_json:
+        emit_json(answer)
+    else:
+        emit_line(f"{out}: {result.bytes_in:,} bytes in, {result.bytes_out:,} out, digest {result.digest}")
+
+
+def stage(
+    checkpoint: Path = typer.Argument(..., metavar="CHECKPOINT", help="W8A8 checkpoint directory."),
+    out: Path = typer.Argument(..., metavar="OUT", help="Folder to create."),
+    down: Down | None = typer.Option(None, help="down_proj as INT8 or BF16 [default: what the checkpoint holds]."),
+    as_json: bool = JSON_OPTION,
+) -> None:
+    """Stage a W8A8 checkpoint into kernel-ready slabs."""
+    refuse_existing(out)
+    from kernels.staging import stage_checkpoint
+
+    with console.ReleaseConsole().step("stage") as line:
+        variant = None if down is None else down.value
+        result = stage_checkpoint(checkpoint, out, progress=line.advance, **({"down": variant} if variant else {}))
+        line.outcome = f"{len(result.tensors)} slabs"
+    answer: dict[str, Any] = {"out": str(out), **asdict(result)}
+    if as_json:
+        emit_json(answer)
+    else:
+        emit_line(f"{out}: {len(result.tensors)} slabs, {result.bytes:,} bytes, digest {result.digest}")
+
+
+def sample_model(
+    out: Path = typer.Argument(..., metavar="OUT", help="Folder to create."),
+    as_json: bool = JSON_OPTION,
+) -> None:
+    """Fetch the sample model (SmolLM2-135M-Instruct, Apache-2.0) as a BF16 checkpoint."""
+    refuse_existing(out)
+    from quantize.sample_model import fetch_sample_model
+
+    with console.ReleaseConsole().step("sample model") as line:
+        fetch_sample_model(out)
+        line.outcome = str(out)
+    if as_json:
+        emit_json({"out": str(out)})
+    else:
+        emit_line(f"{out}: SmolLM2-135M-Instruct, BF16")
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise `UsageError` when the output exists already; nothing written is ever replaced."""
+    if out.exists():
+        raise UsageError(f"{out} exists; expected a path to create. Choose another OUT or remove it first")

@@ -1,0 +1,52 @@
+"""The compile-and-validate step: PyPTO programs for the model's shape, verified and simulated."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+
+from kernels.toolchain import validate
+from quantize.model_config import ModelConfig, load_model_config
+from quantize.recipe import DownVariant
+from tasks import progress
+from tasks.caching import STEP_TASK
+from tasks.errors import ProgramsFailedError
+from tasks.steps import StepRecord, run_step, step_key, write_json
+
+
+def programs_key(config: ModelConfig, down: DownVariant) -> str:
+    """Content key of the step: the model's shape and the text of everything the programs are made from."""
+    return step_key("programs", ("quantize", "kernels"), config=asdict(config), down=down)
+
+
+def validate_programs(work: Path, key: str, checkpoint: Path, down: DownVariant) -> StepRecord:
+    """Compile, verify and simulate every program of the model; one folder per program with its report and artifacts.
+
+    Raises `ProgramsFailedError` with every report when a program FAILED, so that a failure is never cached.
+    """
+
+    def build(out: Path) -> dict[str, Any]:
+        out.mkdir()
+        reports = validate(load_model_config(checkpoint), down=down, progress=progress.note)
+        for report in reports:
+            folder = out / report.name
+            folder.mkdir()
+            write_json(folder / "report.json", report.to_json())
+            for artifact in report.artifacts:
+                shutil.copy2(artifact, folder / Path(artifact).name)
+        failed = [report for report in reports if report.status != "READY"]
+        if failed:
+            raise ProgramsFailedError([report.to_json() for report in reports])
+        return {"programs": [report.to_json() for report in reports]}
+
+    return run_step(work, "programs", key, build)
+
+
+@task(name="compile and validate", **STEP_TASK)
+def programs_step(step: str, key: str, work: str, checkpoint: str, down: DownVariant) -> StepRecord:
+    """Prefect task over `validate_programs`, cached under `key`."""
+    return validate_programs(Path(work), key, Path(checkpoint), down)

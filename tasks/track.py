@@ -1,0 +1,197 @@
+"""Log a release to MLflow: one run with its evidence, and a registered model version that mirrors the bundle.
+
+The bundle store is the truth for serving; MLflow is where people review. So a tracking server that is down never
+stops a release: the evidence is kept in the store's `pending/` folder and logged by the next release or by
+`pypto-deploy status --log-pending`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prefect import task
+from pydantic import BaseModel, ConfigDict
+
+from tasks.errors import TrackingError
+from tasks.steps import write_json
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+EXPERIMENT = "pypto-deploy"
+_PARAM_CHARACTERS = 500
+_HTTP_TIMEOUT_S, _HTTP_RETRIES = "15", "1"
+
+
+class Tracking(BaseModel):
+    """Where MLflow is: a tracking URI, and the folder for artifacts when the URI is a local database."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    uri: str
+    artifacts: str
+    pending: str
+
+    @classmethod
+    def of_store(cls, store: Path) -> Tracking:
+        """`MLFLOW_TRACKING_URI` if set, else SQLite inside the store."""
+        folder = store.resolve() / "mlflow"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
+        return cls(uri=uri, artifacts=str(folder / "artifacts"), pending=str(store.resolve() / "pending"))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the embedded database is used."""
+        return self.uri.startswith("sqlite:")
+
+
+class Tracked(BaseModel):
+    """What MLflow knows of a release; both are None while the evidence waits to be logged."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run_id: str | None
+    model_version: str | None
+    problem: str | None = None
+
+
+def log_release(tracking: Tracking, evidence: Mapping[str, Any], reports: Path) -> Tracked:
+    """Log one run (params, metrics, tags, reports) and register the bundle as a model version.
+
+    Raises `TrackingError` when MLflow cannot be reached or refuses; nothing is promoted by this.
+    """
+    with _client(tracking) as client:
+        run_id = _log_run(client, tracking, evidence, reports)
+        version = None
+        if evidence["registered"]:
+            version = _register(client, evidence["name"], evidence["digest"], run_id)
+    return Tracked(run_id=run_id, model_version=version)
+
+
+def log_or_keep(tracking: Tracking, evidence: Mapping[str, Any], reports: Path) -> Tracked:
+    """Log the release after whatever still waits; on an outage keep the evidence and say so in the result."""
+    try:
+        flush_pending(tracking)
+        return log_release(tracking, evidence, reports)
+    except TrackingError as error:
+        folder = Path(tracking.pending) / f"{evidence['digest'][:12]}-{uuid.uuid4().hex[:8]}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = folder.with_name(f".{folder.name}")
+        shutil.copytree(reports, temporary / "reports")
+        write_json(temporary / "evidence.json", dict(evidence))
+        temporary.rename(folder)
+        logger.warning("MLflow is not available (%s); the evidence waits in %s", error, folder)
+        return Tracked(run_id=None, model_version=None, problem=f"{error}; the evidence waits in {folder}")
+
+
+def flush_pending(tracking: Tracking) -> list[Tracked]:
+    """Log every release whose evidence waits; each is removed once MLflow has it. Raises `TrackingError`."""
+    logged = []
+    for folder in pending(tracking):
+        evidence = json.loads((folder / "evidence.json").read_text())
+        logged.append(log_release(tracking, evidence, folder / "reports"))
+        shutil.rmtree(folder)
+    return logged
+
+
+def pending(tracking: Tracking) -> list[Path]:
+    """Folders of evidence that MLflow has not seen yet, oldest first."""
+    folder = Path(tracking.pending)
+    if not folder.is_dir():
+        return []
+    return sorted(
+        (path for path in folder.iterdir() if not path.name.startswith(".")), key=lambda path: path.stat().st_mtime
+    )
+
+
+def mirror_alias(tracking: Tracking, digest: str, alias: str) -> str | None:
+    """Point the alias of the registered model at the version of `digest`; returns the version, None if unknown there."""
+    with _client(tracking) as client:
+        versions = client.search_model_versions(f"tags.digest = '{digest}'")
+        if not versions:
+            return None
+        newest = max(versions, key=lambda version: int(version.version))
+        client.set_registered_model_alias(newest.name, alias, newest.version)
+        return str(newest.version)
+
+
+@contextmanager
+def _client(tracking: Tracking) -> Iterator[MlflowClient]:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("DO_NOT_TRACK", "true")
+    # The defaults (120 s, 7 retries) would hold a release for a quarter of an hour when the server is down.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", _HTTP_TIMEOUT_S)
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", _HTTP_RETRIES)
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+    from requests.exceptions import RequestException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    if tracking.is_local:
+        Path(tracking.artifacts).mkdir(parents=True, exist_ok=True)
+    try:
+        yield MlflowClient(tracking_uri=tracking.uri, registry_uri=tracking.uri)
+    except (MlflowException, RequestException, SQLAlchemyError) as error:
+        raise TrackingError(f"MLflow at {tracking.uri}: {str(error).splitlines()[0]}") from error
+
+
+def _log_run(client: MlflowClient, tracking: Tracking, evidence: Mapping[str, Any], reports: Path) -> str:
+    from mlflow.entities import Metric, Param, RunTag
+
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    location = Path(tracking.artifacts).as_uri() if tracking.is_local else None
+    experiment_id = (
+        experiment.experiment_id if experiment else client.create_experiment(EXPERIMENT, artifact_location=location)
+    )
+    run = client.create_run(experiment_id, run_name=f"{evidence['name']} {evidence['digest'][:12]}")
+    run_id = str(run.info.run_id)
+    client.log_batch(
+        run_id,
+        metrics=[
+            Metric(name, value, run.info.start_time, 0)
+            for name, value in evidence["metrics"].items()
+            if value is not None
+        ],
+        params=[Param(name, str(value)[:_PARAM_CHARACTERS]) for name, value in evidence["params"].items()],
+        tags=[RunTag(name, str(value)) for name, value in evidence["tags"].items() if value is not None],
+    )
+    client.log_dict(run_id, dict(evidence["recipe"]), "recipe.json")
+    client.log_dict(run_id, dict(evidence), "bundle/evidence.json")
+    client.log_artifacts(run_id, str(reports), "reports")
+    for index, request in enumerate((evidence["tpot"] or {}).get("requests", [])):
+        client.log_metric(run_id, "tpot_ms_per_request", request["tpot_ms"], step=index)
+    client.set_terminated(run_id, "FINISHED" if evidence["passed"] else "FAILED")
+    return run_id
+
+
+def _register(client: MlflowClient, name: str, digest: str, run_id: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    known = client.search_model_versions(f"name = '{name}' and tags.digest = '{digest}'")
+    if known:
+        return str(max(known, key=lambda version: int(version.version)).version)
+    version = client.create_model_version(
+        name, source=f"runs:/{run_id}/bundle", run_id=run_id, tags={"digest": digest}
+    )
+    return str(version.version)
+
+
+@task(name="log to MLflow", persist_result=False)
+def track_step(tracking: Tracking, evidence: dict[str, Any], reports: str) -> Tracked:
+    """Prefect task over `log_or_keep`."""
+    return log_or_keep(tracking, evidence, Path(reports))
