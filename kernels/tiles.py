@@ -75,14 +75,16 @@ def check_vector_tile(rows: int, columns: int, live_bytes_per_element: int) -> N
         )
 
 
-def choose_cube_tile(k: int, n: int, element_bytes: int, rows: int = FRACTAL) -> CubeTile:
+def choose_cube_tile(k: int, n: int, element_bytes: int, rows: int = FRACTAL, columns: int | None = None) -> CubeTile:
     """Choose tiles for `[rows, k] x [k, n]`: about one task per core along n, few and large copies along k.
 
-    The left operand stays whole in L1 where it fits; the weight is copied in pieces of up to 320 KB. `rows` up to 128.
+    The left operand stays whole in L1 where it fits; the weight is copied in pieces of up to 320 KB. `rows` up to 128;
+    `columns` sets the width of a tile, where the caller needs a certain one.
     """
     m = _round_up(min(rows, 128), FRACTAL)
     align = 32 // element_bytes * (2 if element_bytes == 2 else 1)
-    columns = min(_round_up(-(-n // CUBE_CORES), align), 256, _round_up(n, align))
+    if columns is None:
+        columns = min(_round_up(-(-n // CUBE_CORES), align), 256, _round_up(n, align))
     depth = min(_round_up(k, align), _round_down(L0_BYTES // element_bytes // max(columns, m), align), 256)
     left_limit = L1_BYTES // 4 // (max(m, M_ROWS_IN_L1) * element_bytes)
     left_whole = _round_up(k, depth) * max(m, M_ROWS_IN_L1) * element_bytes

@@ -42,8 +42,8 @@ class LmHeadSpec(ProgramSpec):
             problems.append(f"hidden_size {self.hidden_size} is not a multiple of 32")
         if not 1 <= self.real_vocab <= self.padded_vocab:
             problems.append(f"{self.real_vocab} real ids do not fit {self.padded_vocab} rows")
-        if self.chunk_tokens % 32 or self.chunk_tokens < 32:
-            problems.append(f"chunk_tokens {self.chunk_tokens} is not a multiple of 32")
+        if self.chunk_tokens % 32 or not 32 <= self.chunk_tokens <= self.real_vocab:
+            problems.append(f"chunk_tokens {self.chunk_tokens} is not a multiple of 32 in 32..{self.real_vocab}")
         if self.batch_rows < 1:
             problems.append(f"batch_rows {self.batch_rows} must be at least 1")
         if problems:
@@ -51,7 +51,8 @@ class LmHeadSpec(ProgramSpec):
 
     @classmethod
     def of(cls, config: ModelConfig, batch_rows: int, chunk_tokens: int = CHUNK_TOKENS) -> LmHeadSpec:
-        """The LM head of `config`; the chunk is at most the padded vocabulary."""
+        """The LM head of `config`; the chunk is at most the real vocabulary, in blocks of 256 or 32."""
+        unit = 256 if config.vocab_size >= 256 else 32
         padded = -(-config.vocab_size // VOCAB_PAD_MULTIPLE) * VOCAB_PAD_MULTIPLE
         return cls(
             hidden_size=config.hidden_size,
@@ -59,13 +60,38 @@ class LmHeadSpec(ProgramSpec):
             padded_vocab=padded,
             rms_norm_eps=config.rms_norm_eps,
             batch_rows=batch_rows,
-            chunk_tokens=min(chunk_tokens, padded),
+            chunk_tokens=min(chunk_tokens, config.vocab_size // unit * unit),
         )
 
     @property
     def chunks(self) -> int:
-        """Number of chunks that hold a real id; the last may be partly padding."""
+        """Number of chunks that cover the real ids; the last may overlap the one before."""
         return -(-self.real_vocab // self.chunk_tokens)
+
+    @property
+    def last_chunk_start(self) -> int:
+        """First id of the last chunk."""
+        return self.real_vocab - self.chunk_tokens
+
+    @property
+    def overlap_tokens(self) -> int:
+        """Ids that the last chunk shares with the one before."""
+        return self.chunks * self.chunk_tokens - self.real_vocab
+
+    @property
+    def block_tokens(self) -> int:
+        """Columns of one matmul tile, the unit in which maxima are taken: the widest up to 256 that divides a chunk."""
+        return next(width for width in range(256, 0, -32) if self.chunk_tokens % width == 0)
+
+    @property
+    def chunk_blocks(self) -> int:
+        """Blocks in a chunk."""
+        return self.chunk_tokens // self.block_tokens
+
+    @property
+    def block_columns(self) -> int:
+        """Columns of the scratch with one value a block, in whole 32-byte units, which vector tiles need."""
+        return -(-self.chunks * self.chunk_blocks // 8) * 8
 
 
 class LmHeadGreedy(Program):
@@ -84,8 +110,8 @@ class LmHeadGreedy(Program):
             Argument("final_norm", fp32, (1, s.hidden_size)),
             Argument("weight", bf16, (s.padded_vocab, s.hidden_size)),
             Argument("normed_rows", bf16, (s.batch_rows, s.hidden_size), "scratch"),
-            Argument("chunk_maxima", fp32, (s.batch_rows, s.chunks), "scratch"),
-            Argument("chunk_ids", fp32, (s.batch_rows, s.chunks), "scratch"),
+            Argument("block_maxima", fp32, (s.batch_rows, s.block_columns), "scratch"),
+            Argument("block_ids", fp32, (s.batch_rows, s.block_columns), "scratch"),
             Argument("logits", fp32, (s.batch_rows, s.real_vocab), "out"),
             Argument("ids", torch.int32, (s.batch_rows, 1), "out"),
         )

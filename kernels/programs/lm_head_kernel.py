@@ -1,8 +1,9 @@
 """The PyPTO kernel of `lm_head_greedy`.
 
-A prologue normalises the rows once; each vocabulary chunk writes its logits, its maximum and the lowest local id that
-reaches it; an epilogue picks the first chunk with the largest maximum. Chunks are independent, so they can overlap.
-Annotations must be objects: no postponed evaluation here.
+A prologue normalises the rows once; each vocabulary chunk writes its logits and, for every block of columns, the
+maximum and the lowest id that reaches it; an epilogue picks the lowest id among the best blocks. The last chunk ends at
+the last real id and overlaps the one before where the vocabulary is no multiple of a chunk: so every chunk is whole,
+and padding is never read. Chunks are independent. Annotations must be objects: no postponed evaluation here.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ NO_ID = float(2**24)
 
 def build(spec: LmHeadSpec, options: dict[str, Any]) -> Any:
     """Return the jit-compiled kernel for `spec`; `options` are the keyword arguments of `pypto.frontend.jit`."""
-    batch, hidden, chunks = spec.batch_rows, spec.hidden_size, spec.chunks
+    batch, hidden, columns = spec.batch_rows, spec.hidden_size, spec.block_columns
     fp32, bf16, int32 = pypto.DT_FP32, pypto.DT_BF16, pypto.DT_INT32
 
     @pypto.frontend.jit(**options)
@@ -28,17 +29,17 @@ def build(spec: LmHeadSpec, options: dict[str, Any]) -> Any:
         final_norm: pypto.Tensor([1, hidden], fp32),
         weight: pypto.Tensor([spec.padded_vocab, hidden], bf16),
         normed_rows: pypto.Tensor([batch, hidden], bf16),
-        chunk_maxima: pypto.Tensor([batch, chunks], fp32),
-        chunk_ids: pypto.Tensor([batch, chunks], fp32),
+        block_maxima: pypto.Tensor([batch, columns], fp32),
+        block_ids: pypto.Tensor([batch, columns], fp32),
         logits: pypto.Tensor([batch, spec.real_vocab], fp32),
         ids: pypto.Tensor([batch, 1], int32),
     ):
         for _ in pypto.loop(1, name="NORM", idx_name="norm"):
             _norm(spec, x, final_norm, normed_rows)
-        for chunk in pypto.loop(0, chunks, 1, name="CHUNKS", idx_name="chunk", submit_before_loop=True):
-            _chunk(spec, chunk, normed_rows, weight, logits, chunk_maxima, chunk_ids)
+        for chunk in pypto.loop(0, spec.chunks, 1, name="CHUNKS", idx_name="chunk", submit_before_loop=True):
+            _chunk(spec, chunk, normed_rows, weight, logits, block_maxima, block_ids)
         for _ in pypto.loop(0, 1, 1, name="SAMPLE", idx_name="sample", submit_before_loop=True):
-            _sample(spec, chunk_maxima, chunk_ids, ids)
+            _sample(spec, block_maxima, block_ids, ids)
 
     return lm_head_greedy
 
@@ -50,36 +51,46 @@ def _norm(spec: LmHeadSpec, x: Any, final_norm: Any, normed_rows: Any) -> None:
 
 
 def _chunk(
-    spec: LmHeadSpec, chunk: Any, normed_rows: Any, weight: Any, logits: Any, chunk_maxima: Any, chunk_ids: Any
+    spec: LmHeadSpec, chunk: Any, normed_rows: Any, weight: Any, logits: Any, block_maxima: Any, block_ids: Any
 ) -> None:
-    """Logits of one chunk's real ids, their maximum, and the lowest local id that reaches it."""
-    batch, width = spec.batch_rows, spec.chunk_tokens
-    first = chunk * width
-    valid = pypto.min(spec.real_vocab - first, width)
-    rows = pypto.view(weight, [width, spec.hidden_size], [first, 0], valid_shape=[valid, spec.hidden_size])
-    tile = choose_cube_tile(spec.hidden_size, width, 2, rows=batch)
-    normed = pypto.view(normed_rows, [batch, spec.hidden_size], [0, 0])
-    values = blocks.linear_bf16(normed, rows, tile, transposed=True)
-    pypto.set_vec_tile_shapes(1, width)
-    maximum = pypto.amax(values, -1, keepdim=True)
-    local = pypto.expand_clone(
-        pypto.reshape(blocks.to_fp32(pypto.arange(width)), [1, width]), [batch, width], valid_shape=[batch, valid]
-    )
-    none = pypto.full([batch, width], NO_ID, pypto.DT_FP32, valid_shape=[batch, valid])
-    winner = pypto.amin(pypto.where(pypto.ge(values, maximum), local, none), -1, keepdim=True)
+    """Logits of one chunk's ids; for each block its maximum and the lowest id within it that reaches it."""
+    batch, width, hidden, block = spec.batch_rows, spec.chunk_tokens, spec.hidden_size, spec.block_tokens
+    first = pypto.min(chunk * width, spec.last_chunk_start)
+    tile = choose_cube_tile(hidden, width, 2, rows=batch, columns=block)
+    rows = pypto.view(weight, [width, hidden], [first, 0])
+    values = blocks.linear_bf16(pypto.view(normed_rows, [batch, hidden], [0, 0]), rows, tile, transposed=True)
+    numbers = _count(block)
+    pypto.set_vec_tile_shapes(batch, block)
+    numbers = pypto.expand_clone(numbers, [batch, block])
+    for index in range(spec.chunk_blocks):
+        # A vector tile takes all rows of one matmul tile: with some rows of several, PyPTO loses the valid shape.
+        part = pypto.view(values, [batch, block], [0, index * block])
+        maximum = pypto.amax(part, -1, keepdim=True)
+        winner = pypto.amin(pypto.where(pypto.ge(part, maximum), numbers, NO_ID), -1, keepdim=True)
+        pypto.assemble(maximum, [0, chunk * spec.chunk_blocks + index], block_maxima)
+        pypto.assemble(winner, [0, chunk * spec.chunk_blocks + index], block_ids)
     pypto.assemble(values, [0, first], logits)
-    pypto.assemble(maximum, [0, chunk], chunk_maxima)
-    pypto.assemble(winner, [0, chunk], chunk_ids)
 
 
-def _sample(spec: LmHeadSpec, chunk_maxima: Any, chunk_ids: Any, ids: Any) -> None:
-    """The lowest id among the chunks that reach the largest maximum."""
-    batch, chunks = spec.batch_rows, spec.chunks
-    pypto.set_vec_tile_shapes(1, chunks)
-    offsets = pypto.mul(pypto.reshape(blocks.to_fp32(pypto.arange(chunks)), [1, chunks]), float(spec.chunk_tokens))
-    candidates = pypto.add(chunk_ids, offsets)
-    maximum = pypto.amax(chunk_maxima, -1, keepdim=True)
-    reached = pypto.ge(chunk_maxima, maximum)
-    none = pypto.full([batch, chunks], NO_ID, pypto.DT_FP32)
-    winner = pypto.amin(pypto.where(reached, candidates, none), -1, keepdim=True)
+def _sample(spec: LmHeadSpec, block_maxima: Any, block_ids: Any, ids: Any) -> None:
+    """The lowest id among the blocks that reach the largest maximum."""
+    columns, blocks_in_use = spec.block_columns, spec.chunks * spec.chunk_blocks
+    valid = [spec.batch_rows, blocks_in_use]
+    number = _count(columns)
+    start = pypto.mul(number, float(spec.block_tokens))
+    in_last_chunk = pypto.ge(number, float(blocks_in_use - spec.chunk_blocks))
+    start = pypto.where(in_last_chunk, pypto.sub(start, float(spec.overlap_tokens)), start)
+    maxima = pypto.view(block_maxima, [spec.batch_rows, columns], [0, 0], valid_shape=valid)
+    local_ids = pypto.view(block_ids, [spec.batch_rows, columns], [0, 0], valid_shape=valid)
+    candidates = pypto.add(local_ids, pypto.view(start, [1, columns], [0, 0], valid_shape=[1, blocks_in_use]))
+    reached = pypto.ge(maxima, pypto.amax(maxima, -1, keepdim=True))
+    winner = pypto.amin(pypto.where(reached, candidates, NO_ID), -1, keepdim=True)
     ids[:] = pypto.cast(winner, pypto.DT_INT32, blocks.RINT)
+
+
+def _count(width: int) -> Any:
+    """FP32 `[1, width]` holding 0, 1, 2, ...; leaves the vector tile at one whole row."""
+    pypto.set_vec_tile_shapes(width)
+    row = pypto.reshape(blocks.to_fp32(pypto.arange(width)), [1, width])
+    pypto.set_vec_tile_shapes(1, width)
+    return row
