@@ -12,6 +12,7 @@ device's matrix unit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -162,6 +163,68 @@ def lm_head(x: Tensor, final_norm: Tensor, weight: Tensor, eps: float) -> Tensor
     """Final norm and LM head: BF16 `[rows, hidden]` x BF16 `[vocab, hidden]` to logits FP32 `[rows, vocab]`."""
     normed = to_bf16(rms_norm(x.to(torch.float32), final_norm, eps))
     return normed.to(torch.float32) @ weight.to(torch.float32).t()
+
+
+def lm_head_logits(normed: Tensor, weight: Tensor, vocab: int, block_rows: int = 8192) -> Tensor:
+    """Logits FP32 `[vocab]` of one normalised row BF16 `[hidden]`, from the first `vocab` rows of a BF16 LM head.
+
+    The head is widened block by block, so that it never stands in memory as FP32.
+    """
+    row = normed.to(torch.float32)
+    blocks = range(0, vocab, block_rows)
+    return torch.cat([torch.mv(weight[b : min(b + block_rows, vocab)].to(torch.float32), row) for b in blocks])
+
+
+class DecoderWeights(Protocol):
+    """A whole model's weights as the golden reads them; `kernels.slabs.Slabs` is one."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Slabs by their contract names."""
+        ...
+
+    @property
+    def layer_shape(self) -> LayerShape:
+        """Heads, head_dim and eps."""
+        ...
+
+    @property
+    def real_vocab(self) -> int:
+        """Vocabulary rows that are not padding."""
+        ...
+
+    def layer(self, index: int) -> LayerWeights:
+        """Views of one layer's slabs."""
+        ...
+
+
+def forward(
+    weights: DecoderWeights,
+    token_ids: Tensor,
+    positions: Tensor,
+    block_table: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:
+    """Run the whole golden decoder on token rows; returns logits FP32 `[rows, real_vocab]` of every row.
+
+    `token_ids` and `positions` INT64 `[rows]`, `block_table` INT64 `[rows, pages]`, caches BF16
+    `[layers, slots, kv_size]`, written in place.
+    """
+    pages = block_table.gather(1, (positions // PAGE_TOKENS)[:, None])[:, 0]
+    rows = TokenRows(
+        positions,
+        pages * PAGE_TOKENS + positions % PAGE_TOKENS,
+        block_table,
+        weights.tensors["rope_cos"][positions],
+        weights.tensors["rope_sin"][positions],
+    )
+    x = weights.tensors["embed_weight"][token_ids]
+    for index in range(k_cache.shape[0]):
+        x = decoder_layer(x, weights.layer(index), weights.layer_shape, rows, k_cache[index], v_cache[index])
+    final_norm = weights.tensors["final_norm_weight"][0]
+    head = weights.tensors["lm_head_weight"][: weights.real_vocab]
+    return lm_head(x, final_norm, head, weights.layer_shape.rms_norm_eps)
 
 
 def greedy(logits: Tensor, real_vocab: int) -> Tensor:

@@ -239,7 +239,8 @@ def verify_slabs(directory: Path) -> list[str]:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The raw bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def tensor_sha256(tensor: Tensor) -> str:
