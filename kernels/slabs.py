@@ -31,6 +31,7 @@ from kernels.contract import (
 from kernels.errors import ContractError, KernelsError, StagingError
 from kernels.goldens import LayerShape, LayerWeights
 from kernels.layout import TORCH_DTYPES
+from quantize.checkpoint import tensor_sha256
 from quantize.model_config import ModelConfig
 
 SLAB_FILE = "slabs.safetensors"
@@ -39,7 +40,6 @@ SAFETENSORS_NAMES: dict[SlabDtype, str] = {"INT8": "I8", "BF16": "BF16", "FP32":
 FILE_DTYPE_ORDER: tuple[SlabDtype, ...] = ("FP32", "BF16", "INT8")
 """Wider elements first: every slab is aligned to its element without gaps, which safetensors does not allow."""
 HEADER_ALIGN_BYTES = 64
-DIGEST_BLOCK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -241,11 +241,3 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """The raw bytes of a contiguous CPU tensor, without a copy."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
-
-
-def tensor_sha256(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's payload bytes."""
-    digest, view = hashlib.sha256(), tensor_bytes(tensor)
-    for start in range(0, len(view), DIGEST_BLOCK_BYTES):
-        digest.update(view[start : start + DIGEST_BLOCK_BYTES])
-    return digest.hexdigest()

@@ -8,13 +8,11 @@ nothing of how weights were quantized: codes and scales are re-oriented, never r
 from __future__ import annotations
 
 import errno
-import glob
 import hashlib
 import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quantize.checkpoint import CheckpointReader
 from torch import Tensor
 
 from kernels.contract import CONTRACT_NAME, CONTRACT_VERSION, DownDtype, ResolvedSlab, fingerprint, slab_specs
@@ -40,6 +37,8 @@ from kernels.slabs import (
     tensor_bytes,
     verify_slabs,
 )
+from quantize.checkpoint import CheckpointReader
+from quantize.checkpoint_writer import StagingFolder
 from quantize.model_config import ModelConfig
 from quantize.numerics import rope_tables
 
@@ -71,29 +70,23 @@ def stage_checkpoint(
 
     The result is a function of the checkpoint's content: two runs give equal digests. Raises StagingError listing every
     problem, ContractError when the model does not fit the contract, and quantize's CheckpointError when the checkpoint
-    cannot be read; nothing is left at `out` or beside it then.
+    cannot be read or `out` exists; nothing is left at `out` or beside it then.
     """
     started = time.monotonic()
-    if out.exists():
-        raise StagingError(f"{out} already exists; remove it or choose another folder")
     with CheckpointReader(checkpoint) as reader:
         slabs = slab_specs(reader.config, down)
         _check_sources(reader, slabs, down)
         total_bytes = sum(slab.nbytes for slab in slabs)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _check_space(out.parent, total_bytes)
-        _remove_abandoned(out)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.{os.getpid()}.", suffix=".partial", dir=out.parent))
+        folder = StagingFolder(out)
         try:
-            tensors = _write_slabs(reader, slabs, folder / SLAB_FILE, progress)
+            _check_space(folder.path, total_bytes)
+            tensors = _write_slabs(reader, slabs, folder.path / SLAB_FILE, progress)
             digest = slabs_digest(reader.config, down, tensors)
-            _write_manifest(folder / MANIFEST_FILE, reader.config, down, tensors, digest)
-            folder.chmod(0o755)
-            _sync_folder(folder)
-            folder.rename(out)
-            _sync_folder(out.parent)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _write_manifest(folder.path / MANIFEST_FILE, reader.config, down, tensors, digest)
+            folder.commit()
+        except BaseException:
+            folder.discard()
+            raise
     seconds = time.monotonic() - started
     logger.info("staged %d slabs, %.1f MB, in %.1f s to %s", len(slabs), total_bytes / 1e6, seconds, out)
     return StageResult(digest, tensors, total_bytes, seconds)
@@ -177,25 +170,6 @@ def _unquantized_problems(modules: set[str], num_layers: int, down: DownDtype) -
     return problems
 
 
-def _remove_abandoned(out: Path) -> None:
-    """Remove partial folders of `out` whose writer was killed (the name holds its process id)."""
-    for folder in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
-        pid = folder.name[len(out.name) + 2 :].split(".")[0]
-        if pid.isdigit() and not _is_alive(int(pid)):
-            logger.info("removing %s, left by a run that was killed", folder)
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def _check_space(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
@@ -228,7 +202,6 @@ def _write_slabs(
             done_bytes += len(view)
             if progress is not None:
                 progress(done_bytes, total_bytes)
-        os.fsync(handle)
     return {
         slab.name: {"dtype": slab.dtype, "shape": list(slab.shape), "sha256": hashers[slab.name].hexdigest()}
         for slab in slabs
@@ -292,13 +265,3 @@ def _write_manifest(
     }
     with path.open("w") as file:
         json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
