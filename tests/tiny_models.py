@@ -62,7 +62,8 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
     """Fill every parameter from a generator seeded by `seed` and the parameter's name; activations stay near 1."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+            # torch uses the low 32 bits of a seed only, so both must go into them.
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("embed_tokens.weight"):
                 values = 0.5 * noise
