@@ -305,19 +305,24 @@ def test_peak_memory_is_about_one_layer(tmp_path: Path) -> None:
         head_dim=64,
     )
     checkpoint = quantize(source, tmp_path / "w8a8")
+    # The peak that the kernel keeps for the process's own memory; rusage would carry the test runner's over.
     script = (
-        "import resource, sys, torch\n"
+        "import sys\n"
         "from pathlib import Path\n"
         "from kernels.staging import stage_checkpoint\n"
+        "def peak_bytes():\n"
+        "    lines = Path('/proc/self/status').read_text().splitlines()\n"
+        "    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith('VmHWM'))\n"
         "small, large, out = map(Path, sys.argv[1:])\n"
         "stage_checkpoint(small, out / 'small-slabs')\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "Path('/proc/self/clear_refs').write_text('5')\n"
+        "before = peak_bytes()\n"
         "result = stage_checkpoint(large, out / 'large-slabs')\n"
-        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, result.bytes)\n"
+        "print(peak_bytes() - before, result.bytes)\n"
     )
     small = quantize(make_tiny_llama(tmp_path / "small"), tmp_path / "small-w8a8")
     command = [sys.executable, "-c", script, str(small), str(checkpoint), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     added_bytes, slab_bytes = map(int, done.stdout.split())
     assert slab_bytes > 70e6
-    assert added_bytes < 20e6
+    assert added_bytes < 10e6
