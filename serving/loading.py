@@ -7,20 +7,18 @@ import concurrent.futures
 import logging
 import threading
 from dataclasses import dataclass, field
-from typing import Literal
 
 from serving.async_engine import AsyncEngine
 from serving.bundle import Bundle, verify_bundle
 from serving.deployment import Deployment
 from serving.engine import Engine, EngineOptions, GenerationRequest
 from serving.errors import BundleError, EngineError
+from serving.executor import DEFAULT_NUM_PAGES, ExecutorKind, open_executor
 from serving.sampling_params import SamplingParams
 from serving.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-ExecutorKind = Literal["cpu", "torch", "pypto"]
-DEFAULT_NUM_PAGES = 256
 WARM_UP_TOKENS = 2
 
 
@@ -40,9 +38,6 @@ class LoadOptions:
 
 def load_deployment(bundle: Bundle, options: LoadOptions) -> Deployment:
     """Load `bundle` and start its engine; blocks. Raises a ServingError or KernelsError that says what is wrong."""
-    # Imported here: it brings in the executors, which a reader of bundles does not need.
-    from serving.executor import open_executor
-
     if options.verify:
         problems = verify_bundle(bundle.path)
         if problems:

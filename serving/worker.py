@@ -35,8 +35,9 @@ from serving.api.app import create_app
 from serving.bundle import Bundle
 from serving.deployment import Deployment, ModelService
 from serving.errors import ServingError, StoreError
+from serving.executor import DEFAULT_NUM_PAGES, ExecutorKind
 from serving.files import write_text_atomic
-from serving.loading import DEFAULT_NUM_PAGES, ExecutorKind, LoadOptions, bring_up
+from serving.loading import LoadOptions, bring_up
 from serving.store import BundleStore
 from serving.worker_registry import WorkerRecord, WorkerRegistration, register
 

@@ -276,6 +276,10 @@ def raw_request(server: TestServer, body: dict[str, Any]) -> socket.socket:
     return sock
 
 
+def wait_for_requests(server: TestServer, count: int) -> None:
+    wait_until(lambda: server.counters().requests_added == count, f"request {count} in the engine")
+
+
 @pytest.mark.parametrize("when", ["after one chunk", "during prefill", "not streaming"])
 def test_case_20_leaving_clients_leave_nothing_behind(when: str) -> None:
     long_prompt = [7 + index % 200 for index in range(600)]
@@ -294,7 +298,7 @@ def test_case_20_leaving_clients_leave_nothing_behind(when: str) -> None:
                 while received.count(b"data: ") < 1:
                     received += sock.recv(4096)
             else:
-                wait_until(lambda n=index: server.counters().requests_added == added + n + 1, "request in the engine")
+                wait_for_requests(server, added + index + 1)
             sock.close()
         wait_until(lambda: is_idle(server.counters()), "idle engine")
         counters = server.counters()
