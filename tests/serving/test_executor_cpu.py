@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_logits_agree_with_the_golden(backend: BackendName, slabs: Slabs) -> Non
 def test_greedy_tokens_equal_the_goldens_over_48_steps(slabs: Slabs) -> None:
     prompt = tokens(100, seed=3)
     for backend in ("native", "torch"):
-        executor = CpuExecutor(slabs, 2, 1, backend)  # type: ignore[arg-type]
+        executor = CpuExecutor(slabs, 2, 1, backend)
         generated = greedy(executor, prompt, 48, [1, 0])
         executor.close()
         expected = golden_logits(slabs, prompt + generated).argmax(-1)[len(prompt) - 1 : -1]
@@ -177,7 +178,7 @@ def test_down_bf16_agrees_with_the_golden(tiny_qwen3: Path, tmp_path: Path) -> N
     expected = golden_logits(slabs, token_ids)
     results = {}
     for backend in ("native", "torch"):
-        executor = CpuExecutor(slabs, 1, 2, backend)  # type: ignore[arg-type]
+        executor = CpuExecutor(slabs, 1, 2, backend)
         results[backend] = executor.forward([Chunk(token_ids, 0, [0], "all")])
         rows = [executor.forward([Chunk([token], i, [0])]) for i, token in enumerate(token_ids)]
         assert torch.equal(torch.cat(rows), results[backend])
@@ -202,7 +203,7 @@ def test_down_bf16_agrees_with_the_golden(tiny_qwen3: Path, tmp_path: Path) -> N
     ],
     ids=["one-head", "group-of-7", "odd-blocks", "head-dim-128"],
 )
-def test_other_shapes_agree_with_the_golden(overrides: dict[str, int], tmp_path: Path) -> None:
+def test_other_shapes_agree_with_the_golden(overrides: dict[str, Any], tmp_path: Path) -> None:
     slabs = stage(make_tiny_qwen3(tmp_path / "model", **overrides), tmp_path)
     token_ids = tokens(140)
     expected = golden_logits(slabs, token_ids)
@@ -324,10 +325,10 @@ def test_the_cache_memory_is_lazy(qwen3: Slabs) -> None:
 
 
 @pytest.fixture
-def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     native.load_library.cache_clear()
-    yield tmp_path / "cache" / "pypto-deploy" / "native"  # type: ignore[misc]
+    yield tmp_path / "cache" / "pypto-deploy" / "native"
     native.load_library.cache_clear()
 
 
