@@ -73,6 +73,14 @@ class Program(ABC):
         """Random but realistic values for every argument (outputs and scratch zeroed), by name."""
 
     @abstractmethod
+    def shape_inputs(self) -> dict[str, Tensor]:
+        """Arguments of the right shape whose values matter to control flow only; the rest is zeros, never touched."""
+
+    @abstractmethod
+    def units(self) -> int:
+        """Loop bodies that one call executes: the verifier must report every one of them in every pass."""
+
+    @abstractmethod
     def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What every "out" and "inout" argument should hold after the call; `tensors` are left as they are."""
 

@@ -51,8 +51,8 @@ class DecodeLayerSpec(ProgramSpec):
         problems = []
         if self.num_heads % self.num_kv_heads:
             problems.append(f"{self.num_heads} heads are not a multiple of {self.num_kv_heads} key/value heads")
-        if self.head_dim % 32 or not 32 <= self.head_dim <= 256:
-            problems.append(f"head_dim {self.head_dim} is not 32, 64, 96, ... 256")
+        if self.head_dim % 16 or not 16 <= self.head_dim <= 256:
+            problems.append(f"head_dim {self.head_dim} is not 16, 32, 48, ... 256")
         for name, size in (("hidden_size", self.hidden_size), ("intermediate_size", self.intermediate_size)):
             if size % 32:
                 problems.append(f"{name} {size} is not a multiple of 32, the INT8 fractal width")
@@ -178,15 +178,23 @@ class DecodeLayer(Program):
         for cache in ("k_cache", "v_cache"):
             values = torch.randn(s.pages * PAGE_TOKENS, s.kv_size, generator=generator)
             tensors[cache] = values.to(torch.bfloat16)
-        order = torch.randperm(s.pages, generator=generator).tolist()
-        pages: list[list[int]] = []
-        for tokens in s.contexts:
-            count = -(-tokens // PAGE_TOKENS)
-            pages.append(order[:count])
-            order = order[count:]
-        cos, sin = rope_tables(s.head_dim, s.rope_theta, max(s.contexts))
-        tensors.update(row_arguments([tokens - 1 for tokens in s.contexts], pages, cos, sin))
+        tensors.update(self._sample_rows(torch.randperm(s.pages, generator=generator).tolist()))
         return tensors
+
+    def shape_inputs(self) -> dict[str, Tensor]:
+        """Zeros, but for the rows' lengths, slots and pages."""
+        s = self.spec
+        slots = s.pages * PAGE_TOKENS
+        tensors = {
+            a.name: torch.zeros([slots if size is None else size for size in a.shape], dtype=a.dtype)
+            for a in self.arguments()
+        }
+        tensors.update(self._sample_rows(list(range(s.pages))))
+        return tensors
+
+    def units(self) -> int:
+        """Prologue, one body per page of every row and key/value head, epilogue."""
+        return 2 + self.spec.num_kv_heads * sum(-(-tokens // PAGE_TOKENS) for tokens in self.spec.contexts)
 
     def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The golden layer on copies of the caches, and the query rows that the prologue hands to attention."""
@@ -215,7 +223,9 @@ class DecodeLayer(Program):
         lengths = tensors["context_tokens"].tolist()
         problems = []
         if cache_slots % PAGE_TOKENS or tensors["v_cache"].shape[0] != cache_slots:
-            problems.append(f"caches must be equal in length and whole pages of {PAGE_TOKENS} slots, have {cache_slots}")
+            problems.append(
+                f"caches must be equal in length and whole pages of {PAGE_TOKENS} slots, have {cache_slots}"
+            )
         if any(not 0 <= slot < cache_slots for slot in slots) or len(set(slots)) != len(slots):
             problems.append(f"slots {slots} must be distinct and in 0..{cache_slots - 1}")
         for row, length in enumerate(lengths):
@@ -228,6 +238,17 @@ class DecodeLayer(Program):
                 problems.append(f"row {row}: slot {slots[row]} is not where token {length - 1} of pages {pages} stands")
         if problems:
             raise ProgramError(f"{self.name} cannot be called: " + "; ".join(problems))
+
+    def _sample_rows(self, order: list[int]) -> dict[str, Tensor]:
+        """Row arguments that deal out the pages of `order`, with the last token of every context as the new one."""
+        s = self.spec
+        pages: list[list[int]] = []
+        for tokens in s.contexts:
+            count = -(-tokens // PAGE_TOKENS)
+            pages.append(order[:count])
+            order = order[count:]
+        cos, sin = rope_tables(s.head_dim, s.rope_theta, max(s.contexts))
+        return row_arguments([tokens - 1 for tokens in s.contexts], pages, cos, sin)
 
     def _golden_weights(self, tensors: Mapping[str, Tensor]) -> LayerWeights:
         s = self.spec
@@ -256,7 +277,9 @@ def row_arguments(positions: list[int], pages: list[list[int]], cos: Tensor, sin
     table = torch.zeros(len(pages), width, dtype=torch.int32)
     for row, owned in enumerate(pages):
         table[row, : len(owned)] = torch.tensor(owned, dtype=torch.int32)
-    slots = [owned[at // PAGE_TOKENS] * PAGE_TOKENS + at % PAGE_TOKENS for at, owned in zip(positions, pages, strict=True)]
+    slots = [
+        owned[at // PAGE_TOKENS] * PAGE_TOKENS + at % PAGE_TOKENS for at, owned in zip(positions, pages, strict=True)
+    ]
     return {
         "cos": cos[positions].contiguous(),
         "sin": sin[positions].contiguous(),

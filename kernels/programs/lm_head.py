@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.contract import padded_vocab
 from kernels.errors import ProgramError
 from kernels.goldens import greedy, lm_head
 from kernels.programs.base import Argument, Program, ProgramSpec
 from quantize.model_config import ModelConfig
 
-__all__ = ["CHUNK_TOKENS", "VOCAB_PAD_MULTIPLE", "LmHeadGreedy", "LmHeadSpec"]
+__all__ = ["CHUNK_TOKENS", "LmHeadGreedy", "LmHeadSpec"]
 
 CHUNK_TOKENS = 6144
 """Vocabulary rows per chunk: 24 cores x 256 columns, one wave of matmul tasks."""
-VOCAB_PAD_MULTIPLE = 512
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,10 @@ class LmHeadSpec(ProgramSpec):
     def of(cls, config: ModelConfig, batch_rows: int, chunk_tokens: int = CHUNK_TOKENS) -> LmHeadSpec:
         """The LM head of `config`; the chunk is at most the real vocabulary, in blocks of 256 or 32."""
         unit = 256 if config.vocab_size >= 256 else 32
-        padded = -(-config.vocab_size // VOCAB_PAD_MULTIPLE) * VOCAB_PAD_MULTIPLE
         return cls(
             hidden_size=config.hidden_size,
             real_vocab=config.vocab_size,
-            padded_vocab=padded,
+            padded_vocab=padded_vocab(config.vocab_size),
             rms_norm_eps=config.rms_norm_eps,
             batch_rows=batch_rows,
             chunk_tokens=min(chunk_tokens, config.vocab_size // unit * unit),
@@ -120,18 +119,28 @@ class LmHeadGreedy(Program):
         """Random rows; ties planted within a chunk and across chunks, and a row that id 0 and its padding copies win."""
         s = self.spec
         generator = torch.Generator().manual_seed(seed)
-        tensors = {a.name: torch.zeros([size or 1 for size in a.shape], dtype=a.dtype) for a in self.arguments()}
+        tensors = self.shape_inputs()
         x = torch.randn(s.batch_rows, s.hidden_size, generator=generator)
         weight = torch.randn(s.padded_vocab, s.hidden_size, generator=generator) / math.sqrt(s.hidden_size)
         direction = x / x.norm(dim=-1, keepdim=True)
         for row in range(min(s.batch_rows, 3)):
-            first, second = [(0, 0), (s.real_vocab // 3, s.real_vocab // 3 + 1), (s.real_vocab // 2, s.real_vocab - 1)][row]
+            first, second = [(0, 0), (s.real_vocab // 3, s.real_vocab // 3 + 1), (s.real_vocab // 2, s.real_vocab - 1)][
+                row
+            ]
             weight[first] = weight[second] = 2.0 * direction[row]
         weight[s.real_vocab :] = weight[0]
         tensors["x"] = x.to(torch.bfloat16)
         tensors["weight"] = weight.to(torch.bfloat16)
         tensors["final_norm"] = 0.5 + torch.rand(1, s.hidden_size, generator=generator)
         return tensors
+
+    def shape_inputs(self) -> dict[str, Tensor]:
+        """Zeros: no value steers the control flow."""
+        return {a.name: torch.zeros([size or 1 for size in a.shape], dtype=a.dtype) for a in self.arguments()}
+
+    def units(self) -> int:
+        """Norm, one body per chunk, sample."""
+        return 2 + self.spec.chunks
 
     def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Logits of the real vocabulary and the greedy ids."""

@@ -1,0 +1,178 @@
+"""Which programs a model needs, and at which shapes each is checked.
+
+Three checks per program: verified at a small shape through all passes, verified at the model's own widths as far as
+memory and disk allow, and simulated at the serving shape (16 rows, 256 tokens of context each). This module decides the
+shapes; `kernels.toolchain` runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from kernels.contract import BATCH_WINDOW_ROWS, DownDtype, check_limits
+from kernels.programs.base import Program
+from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
+from kernels.programs.lm_head import CHUNK_TOKENS, LmHeadGreedy, LmHeadSpec
+from kernels.verdict import ALL_PASSES, EARLY_PASSES
+from quantize.model_config import ModelConfig
+
+__all__ = ["BUILTIN_NAMES", "Check", "ProgramCase", "builtin_config", "programs_for"]
+
+CheckKind = Literal["small", "own width", "simulated"]
+
+SIMULATED_CONTEXT_TOKENS = 256
+FULL_VERIFY_WEIGHT_BYTES = 24 << 20
+"""Largest weights verified through all passes: the late ones write about 24 copies of them to disk."""
+VERIFIED_HEAD_BYTES = 256 << 20
+"""Largest LM head verified whole: the interpreter holds the weight once per chunk."""
+
+_QWEN3_14B = ModelConfig(
+    family="qwen3",
+    architecture="Qwen3ForCausalLM",
+    hidden_size=5120,
+    intermediate_size=17408,
+    num_layers=40,
+    num_heads=40,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_position_tokens=40960,
+    tie_word_embeddings=False,
+    qk_norm=True,
+    qkv_bias=False,
+    dtype="bfloat16",
+    eos_token_ids=(151643, 151645),
+    bos_token_id=151643,
+)
+_BUILTIN = {
+    "qwen3-14b": _QWEN3_14B,
+    "qwen3-0.6b": replace(
+        _QWEN3_14B,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=28,
+        num_heads=16,
+        tie_word_embeddings=True,
+    ),
+}
+BUILTIN_NAMES = tuple(_BUILTIN)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One shape of a program to check: `passes` are verified after the tensor graph; None means simulate only."""
+
+    kind: CheckKind
+    program: Program
+    passes: tuple[str, ...] | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ProgramCase:
+    """A program of a model with its checks."""
+
+    name: str
+    checks: tuple[Check, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """Name, shapes and depth of verification, for a listing."""
+        described: dict[str, Any] = {"name": self.name}
+        for check in self.checks:
+            described[check.kind] = _shape_text(check.program) + (f" ({check.note})" if check.note else "")
+        return described
+
+
+def builtin_config(name: str) -> ModelConfig:
+    """The shape of a well-known model by name; raises KeyError naming the known ones."""
+    try:
+        return _BUILTIN[name]
+    except KeyError:
+        raise KeyError(f"no built-in model is called {name!r}; known: {', '.join(BUILTIN_NAMES)}") from None
+
+
+def programs_for(config: ModelConfig, down: DownDtype = "int8") -> list[ProgramCase]:
+    """The programs that serve `config`, with the shapes they are checked at.
+
+    Raises ContractError or ProgramError when the model has a shape that the programs do not cover.
+    """
+    check_limits(config, down)
+    return [
+        ProgramCase(DecodeLayer.name, _decode_layer_checks(config, down)),
+        ProgramCase(LmHeadGreedy.name, _lm_head_checks(config)),
+    ]
+
+
+def _decode_layer_checks(config: ModelConfig, down: DownDtype) -> tuple[Check, ...]:
+    small = DecodeLayerSpec.of(_small_config(config), down, (1, 130, 128))
+    heavy = _layer_weight_bytes(config, down) > FULL_VERIFY_WEIGHT_BYTES
+    own = DecodeLayerSpec.of(config, down, (130, 5))
+    served = DecodeLayerSpec.of(config, down, (SIMULATED_CONTEXT_TOKENS,) * BATCH_WINDOW_ROWS)
+    return (
+        Check("small", DecodeLayer(small), ALL_PASSES),
+        Check(
+            "own width", DecodeLayer(own), EARLY_PASSES if heavy else ALL_PASSES, _early_note(config) if heavy else ""
+        ),
+        Check("simulated", DecodeLayer(served), None),
+    )
+
+
+def _lm_head_checks(config: ModelConfig) -> tuple[Check, ...]:
+    small = replace(config, hidden_size=64, vocab_size=300)
+    head_bytes = config.vocab_size * config.hidden_size * 2
+    own, notes = config, []
+    if head_bytes > VERIFIED_HEAD_BYTES:
+        chunks = max(2, VERIFIED_HEAD_BYTES // (CHUNK_TOKENS * config.hidden_size * 2) - 1)
+        own = replace(config, vocab_size=min(config.vocab_size, chunks * CHUNK_TOKENS - 256))
+        notes.append(f"{own.vocab_size} of {config.vocab_size} ids: the interpreter holds the weight once per chunk")
+    heavy = own.vocab_size * own.hidden_size * 2 > FULL_VERIFY_WEIGHT_BYTES
+    if heavy:
+        notes.append(_early_note(config))
+    return (
+        Check("small", LmHeadGreedy(LmHeadSpec.of(small, batch_rows=3, chunk_tokens=128)), ALL_PASSES),
+        Check(
+            "own width",
+            LmHeadGreedy(LmHeadSpec.of(own, batch_rows=2)),
+            EARLY_PASSES if heavy else ALL_PASSES,
+            "; ".join(notes),
+        ),
+        Check("simulated", LmHeadGreedy(LmHeadSpec.of(config, batch_rows=BATCH_WINDOW_ROWS)), None),
+    )
+
+
+def _small_config(config: ModelConfig) -> ModelConfig:
+    """The model's options, head_dim and GQA ratio at the smallest widths: at most 2 key/value heads."""
+    kv_heads = min(config.num_kv_heads, 2)
+    return replace(
+        config, hidden_size=64, intermediate_size=96, num_kv_heads=kv_heads, num_heads=kv_heads * config.q_per_kv
+    )
+
+
+def _layer_weight_bytes(config: ModelConfig, down: DownDtype) -> int:
+    hidden, inter = config.hidden_size, config.intermediate_size
+    attention = 2 * hidden * (config.q_size + config.kv_size)
+    return attention + hidden * inter * (4 if down == "bf16" else 3)
+
+
+def _early_note(config: ModelConfig) -> str:
+    """Why the later passes are left to the small shape."""
+    return (
+        f"passes up to {EARLY_PASSES[-1]}: the later ones write every leaf call's whole inputs, "
+        f"too much at hidden size {config.hidden_size}"
+    )
+
+
+def _shape_text(program: Program) -> str:
+    values = program.spec.to_json()
+    skipped = ("rms_norm_eps", "rope_theta")
+    return ", ".join(f"{name}={_short(value)}" for name, value in values.items() if name not in skipped)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 4 and len(set(value)) == 1:
+        return f"{len(value)}x{value[0]}"
+    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)

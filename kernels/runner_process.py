@@ -1,0 +1,117 @@
+"""One subprocess of `kernels.program_runner`: its folder, environment, deadline and end.
+
+PyPTO writes its output, logs and caches wherever environment variables say, so all of them point into a temporary
+folder that is removed afterwards. A subprocess that overruns is killed with its whole process group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import kernels.errors
+from kernels.errors import ProgramError, ToolchainError
+from kernels.verdict import read_error_log
+
+SYSTEM_PATH = "/usr/bin:/bin"
+"""PyPTO's reporting scripts run the first `python3` on PATH; one with matplotlib would draw for 20 seconds."""
+_DROPPED = ("ASCEND_HOME_PATH", "PYTHONHOME", "LD_PRELOAD")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A subprocess that carried its request out: the result it wrote, its stdout, and PyPTO's output folder."""
+
+    result: dict[str, Any]
+    stdout: str
+    output: Path
+
+
+@contextmanager
+def runner_folder() -> Iterator[Path]:
+    """A temporary folder for one request, removed at the end with everything PyPTO wrote."""
+    with tempfile.TemporaryDirectory(prefix="pypto-run-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def run_request(folder: Path, request: Mapping[str, Any], timeout_s: float) -> Finished:
+    """Carry `request` out in a subprocess working in `folder`.
+
+    Raises ToolchainError when it overruns `timeout_s` (its process group is killed first), and ProgramError when it
+    fails, with the reason from its output and from PyPTO's log.
+    """
+    output, logs = folder / "output", folder / "log"
+    for path in (output, logs, folder / "home"):
+        path.mkdir(exist_ok=True)
+    (folder / "request.json").write_text(json.dumps(request))
+    command = [sys.executable, "-m", "kernels.program_runner", str(folder)]
+    with (folder / "stdout").open("w+") as stdout, (folder / "stderr").open("w+") as stderr:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=_environment(folder, output, logs),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise ToolchainError(
+                f"did not end within {timeout_s:.0f} s and was killed; raise the timeout or check a smaller shape"
+            ) from None
+        finally:
+            _kill_group(process)
+        printed, complained = (
+            (folder / "stdout").read_text(errors="replace"),
+            (folder / "stderr").read_text(errors="replace"),
+        )
+    result = folder / "result.json"
+    if process.returncode != 0 or not result.is_file():
+        reason = _last_error(complained) or f"exit status {process.returncode}"
+        raise ProgramError("; ".join(part for part in (reason, read_error_log(logs)) if part))
+    return Finished(json.loads(result.read_text()), printed, output)
+
+
+def _environment(folder: Path, output: Path, logs: Path) -> dict[str, str]:
+    root = Path(kernels.errors.__file__).parent.parent
+    environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
+    inherited = environment.get("PYTHONPATH", "")
+    return {
+        **environment,
+        "PATH": SYSTEM_PATH,
+        "PYTHONPATH": os.pathsep.join(part for part in (str(root), inherited) if part),
+        "TILE_FWK_OUTPUT_DIR": str(output),
+        "ASCEND_WORK_PATH": str(logs),
+        "ASCEND_PROCESS_LOG_PATH": str(logs),
+        "PYPTO_HOME": str(folder / "home"),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill whatever is left of the subprocess's group (its scripts too) and reap it."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _last_error(stderr: str) -> str:
+    """The line of a traceback that says what went wrong, with the two after it, where PyPTO puts the reason."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    marks = [at for at, line in enumerate(lines) if "Error:" in line or "Error(" in line or line.startswith("Errcode")]
+    if not marks:
+        return " ".join(lines[-2:])[:600]
+    return " ".join(lines[marks[-1] : marks[-1] + 3])[:600]

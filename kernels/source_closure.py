@@ -1,0 +1,65 @@
+"""The text that a program is made from: its modules and what they import, as digests.
+
+A cached check is valid as long as this text is: the digest follows `import` statements inside our packages, so that a
+change in a shared block or in the golden reaches every program that uses it, and no other. File times do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from importlib.util import find_spec
+from pathlib import Path
+
+from kernels.errors import ToolchainError
+
+PACKAGES = ("kernels", "quantize")
+
+
+def closure_digest(*modules: str) -> str:
+    """SHA-256 over the source text of `modules` and everything of ours that they import, in name order."""
+    texts: dict[str, bytes] = {}
+    pending = list(modules)
+    while pending:
+        name = pending.pop()
+        if name in texts:
+            continue
+        texts[name] = module_path(name).read_bytes()
+        pending.extend(imported_modules(texts[name]) - texts.keys())
+    digest = hashlib.sha256()
+    for name in sorted(texts):
+        digest.update(f"{name}\0{hashlib.sha256(texts[name]).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def imported_modules(text: bytes) -> set[str]:
+    """Names of our modules that the source `text` imports, at any depth of nesting."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            candidates = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            candidates = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        names.update(name for name in candidates if name.split(".")[0] in PACKAGES and _is_module(name))
+    return names
+
+
+def module_path(name: str) -> Path:
+    """Source file of one of our modules; raises ToolchainError when there is none."""
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ToolchainError(f"module {name} has no source file")
+    return Path(spec.origin)
+
+
+def _is_module(name: str) -> bool:
+    parent, _, _ = name.rpartition(".")
+    if parent and not hasattr(find_spec(parent), "submodule_search_locations"):
+        return False
+    try:
+        spec = find_spec(name)
+    except ModuleNotFoundError:
+        return False
+    return spec is not None and spec.origin is not None
