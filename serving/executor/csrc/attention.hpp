@@ -14,6 +14,8 @@ namespace decoder {
 
 constexpr int kPageTokens = 128;
 constexpr int kHeadTile = 4;
+constexpr int kLineElements = 32;    // BF16 elements in a cache line
+constexpr int kPrefetchTokens = 16;  // how far ahead keys are fetched
 
 struct AttentionView {
     const uint16_t* keys;    // this layer's cache, [slots, kv_size]
@@ -55,6 +57,37 @@ DECODER_INLINE void fold_values(const float (*p)[kPageTokens], const float* resc
         }
 }
 
+// p[h][t] = scale * (query h . key t) over the page's tokens, kWidth tokens at a time.
+template <int HEADS>
+DECODER_INLINE void score_keys(
+    const AttentionView& view, size_t base, int tokens, const float* const* queries, float (*p)[kPageTokens]) {
+    const uint16_t* keys = view.keys + base;
+    const uint16_t* values = view.values + base;
+    for (int first = 0; first < tokens; first += kWidth) {
+        const int count = tokens - first < kWidth ? tokens - first : kWidth;
+        Lanes dots[HEADS][kWidth];
+        for (int i = 0; i < kWidth; ++i) {
+            // The tail repeats its last token; the caller overwrites those scores.
+            const size_t row = static_cast<size_t>(first + (i < count ? i : count - 1)) * view.kv_size;
+            const uint16_t* key = keys + row;
+            Lanes dot[HEADS];
+            for (int h = 0; h < HEADS; ++h) dot[h] = L::splat(0.0f);
+            for (int d = 0; d < view.head_dim; d += kLanes) {
+                // One head's slices lie a whole cache row apart, where the hardware does not look ahead.
+                if (d % kLineElements == 0) {
+                    __builtin_prefetch(key + d + static_cast<size_t>(kPrefetchTokens) * view.kv_size);
+                    __builtin_prefetch(values + row + d);
+                }
+                const Lanes k = L::load_bf16(key + d);
+                for (int h = 0; h < HEADS; ++h) dot[h] = dot[h] + L::load(queries[h] + d) * k;
+            }
+            for (int h = 0; h < HEADS; ++h) dots[h][i] = dot[h];
+        }
+        for (int h = 0; h < HEADS; ++h)
+            Ops<LeafF>::store(p[h] + first, lane_sums(dots[h]) * Ops<LeafF>::splat(view.scale));
+    }
+}
+
 // HEADS query heads (FP32 values, BF16-representable) that share one key/value head; writes HEADS x head_dim to `out`.
 template <int HEADS>
 inline void attend(const AttentionView& view, const float* const* queries, float* const* out) {
@@ -70,16 +103,7 @@ inline void attend(const AttentionView& view, const float* const* queries, float
         const int padded = (tokens + kLanes - 1) / kLanes * kLanes;
         const size_t base = static_cast<size_t>(view.pages[first / kPageTokens]) * kPageTokens * view.kv_size +
                             view.head_offset;
-        for (int t = 0; t < tokens; ++t) {
-            const uint16_t* key = view.keys + base + static_cast<size_t>(t) * view.kv_size;
-            Lanes dot[HEADS];
-            for (int h = 0; h < HEADS; ++h) dot[h] = L::splat(0.0f);
-            for (int d = 0; d < view.head_dim; d += kLanes) {
-                const Lanes k = L::load_bf16(key + d);
-                for (int h = 0; h < HEADS; ++h) dot[h] = dot[h] + L::load(queries[h] + d) * k;
-            }
-            for (int h = 0; h < HEADS; ++h) p[h][t] = lane_sum(dot[h]) * view.scale;
-        }
+        score_keys<HEADS>(view, base, tokens, queries, p);
         for (int h = 0; h < HEADS; ++h) {
             for (int t = tokens; t < padded; ++t) p[h][t] = -std::numeric_limits<float>::infinity();
             Lanes largest = L::splat(running_max[h]);

@@ -11,7 +11,7 @@
 
 namespace decoder {
 
-constexpr int kBf16TileRows = kWidth == 16 ? 6 : kWidth == 8 ? 2 : 1;
+constexpr int kBf16TileRows = kWidth == 16 ? 8 : kWidth == 8 ? 2 : 1;
 
 // ROWS rows of FP32 values (BF16-representable) against one packed block; writes ROWS x 32 sums to `out`.
 template <int ROWS>

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 namespace decoder {
 
@@ -150,6 +151,40 @@ DECODER_INLINE float lane_max(const Lanes& v) {
     float m = t[0];
     for (int i = 1; i < kLanes; ++i) m = t[i] > m ? t[i] : m;
     return m;
+}
+
+// One level of the summation tree for two registers at once. Lanes stand in groups of GROUP, one group a value; each
+// group is folded (lane i + lane i + GROUP / 2), the left register's groups first.
+template <int GROUP, int HALF>
+constexpr int fold_source(int lane) {
+    const int within = lane % (kWidth / 2);
+    const int source = within / (GROUP / 2) * GROUP + within % (GROUP / 2) + HALF * (GROUP / 2);
+    return lane < kWidth / 2 ? source : source + kWidth;
+}
+
+template <int GROUP, int... LANE>
+DECODER_INLINE LeafF fold_pair(LeafF a, LeafF b, std::integer_sequence<int, LANE...>) {
+    return __builtin_shufflevector(a, b, fold_source<GROUP, 0>(LANE)...) +
+           __builtin_shufflevector(a, b, fold_source<GROUP, 1>(LANE)...);
+}
+
+DECODER_INLINE LeafF to_register(LeafF v) { return v; }
+template <class P>
+DECODER_INLINE LeafF to_register(Pair<P> v) {
+    return to_register(v.lo + v.hi);
+}
+
+// lane_sum of kWidth vectors at once, in the same order of additions: out[i] = lane_sum(values[i]).
+DECODER_INLINE LeafF lane_sums(const Lanes* values) {
+    LeafF level[kWidth];
+    for (int i = 0; i < kWidth; ++i) level[i] = to_register(values[i]);
+    constexpr auto kAll = std::make_integer_sequence<int, kWidth>{};
+    if constexpr (kWidth >= 16)
+        for (int i = 0; i < 8; ++i) level[i] = fold_pair<16>(level[2 * i], level[2 * i + 1], kAll);
+    if constexpr (kWidth >= 8)
+        for (int i = 0; i < 4; ++i) level[i] = fold_pair<8>(level[2 * i], level[2 * i + 1], kAll);
+    for (int i = 0; i < 2; ++i) level[i] = fold_pair<4>(level[2 * i], level[2 * i + 1], kAll);
+    return fold_pair<2>(level[0], level[1], kAll);
 }
 
 // e^x: x = n ln2 + r with |r| <= ln2 / 2, a Taylor polynomial of degree 7 in r (relative error under 6e-9 before
