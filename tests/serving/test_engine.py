@@ -80,16 +80,29 @@ def test_decode_goes_before_prefill(tokenizer: Tokenizer) -> None:
     assert (len(second.token_ids), second.logits) == (31, "none")
 
 
-def test_case_21_preemption_loses_nothing(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("num_pages", [3, 4, 5])
+def test_case_21_preemption_loses_nothing(tokenizer: Tokenizer, num_pages: int) -> None:
     params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
     prompts = {f"r{index}": prompt(20, index) for index in range(8)}
-    # Each request ends with two pages; three pages are what one and a half of them need.
-    engine = Engine(GoldenExecutor(num_pages=3), tokenizer, EngineOptions(prefix_cache=False))
+    # Each request ends with two pages, so the pages suffice for one and a half to two and a half of them.
+    engine = Engine(GoldenExecutor(num_pages=num_pages), tokenizer, EngineOptions(prefix_cache=False))
     together = run(engine, *(GenerationRequest(name, ids, params) for name, ids in prompts.items()))
     assert engine.counters().preemptions > 0
     for name, ids in prompts.items():
         assert len(together[name]) == 200
         assert tokens(together[name]) == solo(ids, params, tokenizer), name
+
+
+def test_preempted_requests_go_before_those_that_never_ran(tokenizer: Tokenizer) -> None:
+    params = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True)
+    engine = Engine(GoldenExecutor(num_pages=4), tokenizer, EngineOptions(prefix_cache=False))
+    for index in range(5):
+        engine.add(GenerationRequest(f"r{index}", prompt(20, index), params))
+    finished = []
+    while engine.has_work:
+        finished += [event.request_id for event in engine.step() if event.finish_reason]
+    assert engine.counters().preemptions > 0
+    assert finished == ["r0", "r1", "r2", "r3", "r4"]
 
 
 def test_preempted_request_keeps_its_random_stream(tokenizer: Tokenizer) -> None:
@@ -122,6 +135,19 @@ def test_case_22_prompts_that_differ_in_the_last_token_of_a_page(tokenizer: Toke
     second = run(engine, GenerationRequest("b", other, GREEDY_8))["b"]
     assert engine.counters().prefix_hit_tokens == 0
     assert tokens(second) == solo(other, GREEDY_8, tokenizer)
+
+
+def test_case_22_equal_pages_after_different_ones_are_told_apart(tokenizer: Tokenizer) -> None:
+    tail = prompt(140, 3)
+    prompts = [(*prompt(128, seed), *tail) for seed in (1, 2)]
+    engine = Engine(GoldenExecutor(), tokenizer)
+    for ids in prompts:
+        run(engine, GenerationRequest("a", ids, GREEDY_8))
+    assert engine.counters().prefix_hit_tokens == 0
+    for ids in prompts:
+        before = engine.counters().prefix_hit_tokens
+        assert tokens(run(engine, GenerationRequest("b", ids, GREEDY_8))["b"]) == solo(ids, GREEDY_8, tokenizer)
+        assert engine.counters().prefix_hit_tokens - before == 2 * PAGE_TOKENS
 
 
 def test_case_22_abort_during_prefill_publishes_only_what_was_computed(tokenizer: Tokenizer) -> None:

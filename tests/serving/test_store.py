@@ -205,12 +205,28 @@ def test_concurrent_processes_lose_no_move(store: BundleStore, tiny_parts: list[
     code = (
         "import sys; from pathlib import Path; from serving.store import BundleStore\n"
         "store = BundleStore(Path(sys.argv[1]))\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
         "for n in range(20): store.promote(sys.argv[2 + n % 2], sys.argv[4])\n"
     )
     processes = [
-        subprocess.Popen([sys.executable, "-c", code, str(store.root), a, b, alias]) for alias in ("red", "blue")
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(store.root), a, b, alias],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for alias in ("red", "blue")
     ]
-    assert [process.wait() for process in processes] == [0, 0]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        process.communicate()
+    assert [process.returncode for process in processes] == [0, 0]
     moves = store.history()
     assert [move.sequence for move in moves] == list(range(1, 41))
     assert len([move for move in moves if move.alias == "red"]) == 20
