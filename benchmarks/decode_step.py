@@ -2,8 +2,8 @@
 
     python benchmarks/decode_step.py SLABS [--threads N] [--backend native|torch|both] [--isa NAME] [--context N]
 
-Each figure is the median (and the best) of several steps after a warm-up. GB/s is the weight bytes that a step must read
-(INT8 layers, BF16 LM head) over its median time.
+Each figure is the median (and the best) of several steps after a warm-up. GB/s is the weight bytes that a step must
+read (INT8 layers, BF16 LM head) over its median time.
 """
 
 from __future__ import annotations
