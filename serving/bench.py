@@ -70,7 +70,7 @@ def describe_machine() -> dict[str, Any]:
     return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "system": platform.platform(terse=True)}
 
 
-def run_bench(
+def measure_tpot(
     url: str,
     *,
     platform_name: str | None = None,

@@ -264,7 +264,9 @@ class Worker:
 def _listen(host: str, port: int) -> Iterator[socket.socket]:
     """A bound socket; made here, and not by the server, so that port 0 is known before it is announced."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
+    # The protocol is named because asyncio turns Nagle's algorithm off only on sockets that say TCP; left on, every
+    # streamed token waits some 40 ms for the client's acknowledgement of the one before.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
@@ -278,9 +280,25 @@ def _url(host: str, listener: socket.socket) -> str:
     return f"http://{shown}:{listener.getsockname()[1]}"
 
 
-def serve(options: WorkerOptions) -> int:
+def run_worker(options: WorkerOptions) -> int:
     """Run a worker in this process until it is told to stop; returns the exit code. Call from the main thread."""
     return asyncio.run(Worker(options).run())
+
+
+def serve(
+    ref: str,
+    store_root: Path,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    served_model_name: str | None = None,
+    kind: ExecutorKind = "cpu",
+) -> int:
+    """Serve `ref` (an alias, which is followed, a digest or a bundle folder) until told to stop; returns the exit code.
+
+    Raises ServingError before anything is served when `ref` means nothing or the port is taken.
+    """
+    options = WorkerOptions(store_root, ref, host, port, served_model_name, LoadOptions(kind=kind))
+    return run_worker(options)
 
 
 def parse_arguments(arguments: Sequence[str]) -> WorkerOptions:
@@ -319,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     try:
-        return serve(options)
+        return run_worker(options)
     except ServingError as error:
         logger.error("%s", error)
         return EXIT_USAGE

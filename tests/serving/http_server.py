@@ -64,7 +64,7 @@ def serve_engine(
 @contextlib.contextmanager
 def serve_app(service: ModelService) -> Iterator[str]:
     """A server on a free port over `service`; yields its URL."""
-    with socket.socket() as listener:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(create_app(service), log_config=None, lifespan="off", ws="none")
         server = uvicorn.Server(config)

@@ -14,7 +14,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.bench import BenchResult, run_bench
+from serving.bench import BenchResult, measure_tpot
 from serving.deployment import ModelService
 from serving.engine import EngineOptions, is_idle
 from serving.errors import BenchError, ExecutorError
@@ -374,7 +374,7 @@ def test_case_15_and_16_over_http() -> None:
 def test_bench_follows_the_protocol(server: TestServer) -> None:
     finished = server.counters().requests_finished
     seen: list[tuple[int, int]] = []
-    result = run_bench(server.url, progress=lambda done, total: seen.append((done, total)))
+    result = measure_tpot(server.url, progress=lambda done, total: seen.append((done, total)))
     assert server.counters().requests_finished - finished == 6
     assert seen[-1] == (6, 6)
     assert len(result.requests) == 5
@@ -386,11 +386,11 @@ def test_bench_follows_the_protocol(server: TestServer) -> None:
 
 def test_bench_says_what_is_wrong(server: TestServer) -> None:
     with pytest.raises(BenchError, match="not ready"), serve_app(ModelService(MODEL)) as url:
-        run_bench(url)
+        measure_tpot(url)
     with pytest.raises(BenchError, match="ConnectError"):
-        run_bench("http://127.0.0.1:9")
+        measure_tpot("http://127.0.0.1:9")
     with pytest.raises(BenchError, match="context"):
-        run_bench(server.url, prompt="x" * 5000)
+        measure_tpot(server.url, prompt="x" * 5000)
 
 
 def test_keep_alive_connection_serves_many_requests(server: TestServer) -> None:

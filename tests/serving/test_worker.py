@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,11 +20,11 @@ import openai
 import pytest
 
 from serving.bundle import BundleParts
-from serving.errors import EngineError, ExecutorError, StoreError, SwitchError
+from serving.errors import EngineError, ExecutorError, ServingError, StoreError, SwitchError
 from serving.loading import LoadOptions, bring_up
 from serving.store import BundleStore
 from serving.switch import await_switch
-from serving.worker import Worker, WorkerOptions
+from serving.worker import Worker, WorkerOptions, _listen, serve
 from serving.worker_registry import live_workers
 from tests.serving.bundles import evidence_of, flip_byte
 from tests.serving.http_server import wait_until
@@ -133,6 +134,35 @@ def test_case_27_switches_and_failures_seen_by_clients(store: BundleStore, tiny_
         assert process.wait(timeout=30) == 0
     assert live_workers(store.root) == []
     assert list((store.root / "workers").iterdir()) == []
+
+
+def test_streamed_tokens_are_not_held_back_by_the_socket() -> None:
+    async def accepted_socket_option() -> int:
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            answer.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with _listen("127.0.0.1", 0) as listener:
+            server = await asyncio.start_server(accept, sock=listener)
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            option = await answer
+            writer.close()
+            server.close()
+            await server.wait_closed()
+        return option
+
+    assert asyncio.run(accepted_socket_option()) != 0
+
+
+def test_a_taken_port_is_refused_by_name(store: BundleStore, tiny_parts: list[BundleParts]) -> None:
+    digest = put(store, tiny_parts[0])
+    with _listen("127.0.0.1", 0) as listener:
+        listener.listen()
+        with pytest.raises(ServingError, match=f"port {listener.getsockname()[1]}"):
+            serve(digest, store.root, port=listener.getsockname()[1])
+    assert live_workers(store.root) == []
 
 
 def test_stop_does_not_wait_for_ever(store: BundleStore, tiny_parts: list[BundleParts]) -> None:
