@@ -1,8 +1,8 @@
 """Check results kept by content: one folder per key, published by rename, checked when read.
 
-An entry is `result.json` and the artifacts it names, with a digest over both. A damaged entry is dropped with a note and
-made again; a folder that cannot be written only means that results are not kept. Processes that want the same key wait
-for one another, so that a check is computed once.
+An entry is `result.json` and the artifacts it names, with a digest over both. A damaged entry is dropped with a note
+and made again; a folder that cannot be written only means that results are not kept. Processes that want the same key
+wait for one another, so that a check is computed once.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def main() -> int:
 
 def build_kernel(program: Program, options: Mapping[str, Any]) -> Any:
     """Build the program's kernel, refusing one whose parameters are not the program's arguments, in order."""
-    kernel = import_module(program.kernel_module).build(program.spec, dict(options))
+    kernel = import_module(program.kernel_module).build(program, dict(options))
     names = list(inspect.signature(kernel._original_func).parameters)
     expected = [argument.name for argument in program.arguments()]
     if names != expected:

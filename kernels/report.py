@@ -14,10 +14,10 @@ HBM_BYTES_PER_US = 1.6e6
 class CheckResult:
     """One check of a program at one shape, in one subprocess.
 
-    `kind` is "small" and "own width" (verified against the golden) or "simulated" (cost model only). `outputs` holds the
-    largest absolute difference of every output from its golden, `tolerances` what was allowed; `passes` are the compiler
-    passes whose graph was executed and compared, the tensor graph first; `rows` counts the comparisons made in them.
-    `simulated_us` is the cost model's end-to-end time. `note` says how the check is reduced, if it is.
+    `kind` is "small" and "own width" (verified against the golden) or "simulated" (cost model only). `outputs` holds
+    the largest absolute difference of every output from its golden, `tolerances` what was allowed; `passes` are the
+    compiler passes whose graph was executed and compared, the tensor graph first; `rows` counts the comparisons made in
+    them. `simulated_us` is the cost model's end-to-end time. `note` says how the check is reduced, if it is.
     """
 
     kind: str
@@ -52,9 +52,10 @@ class CheckResult:
 class ProgramReport:
     """The verdict on one program of a model.
 
-    `status` is READY when every check passed. `passes` are those verified in every verified check. `simulated_us` is the
-    cost model's time at the simulated shape, `hbm_bound_us` the bytes moved there at 1.6 TB/s, and `estimate_us` the
-    larger of the two. `artifacts` are paths of files worth keeping: the compiled program and its simulated timeline.
+    `status` is READY when every check passed. `passes` are those verified at the small shape; each of `checks` lists
+    its own. `simulated_us` is the cost model's time at the simulated shape, `hbm_bound_us` the bytes moved there at
+    1.6 TB/s, and `estimate_us` the larger of the two. `artifacts` are paths of files worth keeping: the compiled program
+    and its simulated timeline.
     """
 
     name: str
@@ -86,7 +87,7 @@ def summarize(name: str, key: str, results: list[CheckResult]) -> ProgramReport:
     """Join the checks of one program into its report."""
     verified = [result for result in results if result.kind != "simulated"]
     simulated = next((result for result in results if result.kind == "simulated" and result.ok), None)
-    passes = [name for name in verified[0].passes if all(name in r.passes for r in verified)] if verified else []
+    passes = verified[0].passes if verified else ()
     hbm_bytes = simulated.hbm_bytes if simulated else 0
     bound_us = round(hbm_bytes / HBM_BYTES_PER_US, 2)
     simulated_us = simulated.simulated_us if simulated else None
@@ -95,7 +96,7 @@ def summarize(name: str, key: str, results: list[CheckResult]) -> ProgramReport:
         name=name,
         key=key,
         status="FAILED" if failed else "READY",
-        passes=tuple(passes),
+        passes=passes,
         checks=tuple({**result.to_json(), "artifacts": list(result.artifacts)} for result in results),
         simulated_us=simulated_us,
         hbm_bytes=hbm_bytes,

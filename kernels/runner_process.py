@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,10 @@ from kernels.errors import ProgramError, ToolchainError
 from kernels.verdict import read_error_log
 
 SYSTEM_PATH = "/usr/bin:/bin"
-"""PyPTO's reporting scripts run the first `python3` on PATH; one with matplotlib would draw for 20 seconds."""
+"""First on PATH: PyPTO's reporting scripts run `python3` from there, and one with matplotlib draws for 20 seconds.
+
+The compiler it calls for every program, `g++`, may stand elsewhere, so the caller's PATH follows.
+"""
 _DROPPED = ("ASCEND_HOME_PATH", "PYTHONHOME", "LD_PRELOAD")
 
 
@@ -89,7 +92,7 @@ def _environment(folder: Path, output: Path, logs: Path) -> dict[str, str]:
     inherited = environment.get("PYTHONPATH", "")
     return {
         **environment,
-        "PATH": SYSTEM_PATH,
+        "PATH": os.pathsep.join(part for part in (SYSTEM_PATH, environment.get("PATH", "")) if part),
         "PYTHONPATH": os.pathsep.join(part for part in (str(root), inherited) if part),
         "TILE_FWK_OUTPUT_DIR": str(output),
         "ASCEND_WORK_PATH": str(logs),
@@ -101,10 +104,8 @@ def _environment(folder: Path, output: Path, logs: Path) -> dict[str, str]:
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kill whatever is left of the subprocess's group (its scripts too) and reap it."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

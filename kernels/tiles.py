@@ -70,8 +70,8 @@ def check_vector_tile(rows: int, columns: int, live_bytes_per_element: int) -> N
     used = rows * columns * live_bytes_per_element
     if used > UB_BYTES:
         raise ProgramError(
-            f"vector tile [{rows}, {columns}] keeps {live_bytes_per_element} bytes per element alive, {used} bytes in all; "
-            f"the unified buffer has {UB_BYTES}; use fewer rows or columns"
+            f"vector tile [{rows}, {columns}] keeps {live_bytes_per_element} bytes per element alive, {used} bytes in "
+            f"all; the unified buffer has {UB_BYTES}; use fewer rows or columns"
         )
 
 

@@ -1,8 +1,8 @@
 """Reading what a PyPTO run left on disk: the verifier's rows, its exceptions, the cost model's time, the error log.
 
-PyPTO's own PASS is not enough. Its verifier forgives a share of wrong elements, a check that raised leaves no row at all,
-and a wrong result raises nothing. So a run is accepted only when every expected row is there, each with no element out
-of tolerance, and nothing was thrown on the way. This module only reads files; it never imports pypto.
+PyPTO's own PASS is not enough. Its verifier forgives a share of wrong elements, a check that raised leaves no row at
+all, and a wrong result raises nothing. So a run is accepted only when every expected row is there, each with no element
+out of tolerance, and nothing was thrown on the way. This module only reads files; it never imports pypto.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def read_simulated_us(stdout: str, output: Path) -> float:
 
 def read_error_log(log_folder: Path, limit: int = 3) -> str:
     """The first errors in PyPTO's own log, where the reason of a failed pass stands; empty when there are none."""
-    lines = []
+    lines: list[str] = []
     for path in sorted(log_folder.rglob("*.log")):
         lines.extend(
             line.strip() for line in path.read_text(errors="replace").splitlines() if _ERROR_MODULE.search(line)

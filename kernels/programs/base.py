@@ -59,7 +59,7 @@ class Program(ABC):
 
     name: ClassVar[str]
     kernel_module: ClassVar[str]
-    """Module whose `build(spec, options)` returns the jit-compiled kernel; imported only in the subprocess."""
+    """Module whose `build(program, options)` returns the jit-compiled kernel; imported only in the subprocess."""
 
     def __init__(self, spec: ProgramSpec) -> None:
         self.spec = spec
@@ -96,10 +96,11 @@ class Program(ABC):
         return {}
 
 
-def check_arguments(program: Program, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+def check_arguments(program: Program, tensors: Mapping[str, Tensor], *, values: bool = True) -> list[Tensor]:
     """Check `tensors` against the program's arguments and return them in call order.
 
-    Raises ProgramError naming every mismatch: missing or unknown names, dtype, shape, memory layout, then values.
+    Raises ProgramError naming every mismatch: missing or unknown names, dtype, shape, memory layout, then (unless
+    `values` is False: the caller checked them before they went to a device) values.
     """
     arguments = program.arguments()
     known = {argument.name for argument in arguments}
@@ -121,7 +122,8 @@ def check_arguments(program: Program, tensors: Mapping[str, Tensor]) -> list[Ten
             problems.append(f"`{argument.name}` is not contiguous; pass `.contiguous()`")
     if problems:
         raise ProgramError(f"{program.name} cannot be called: " + "; ".join(problems))
-    program.check_values(tensors)
+    if values:
+        program.check_values(tensors)
     return [tensors[argument.name] for argument in arguments]
 
 

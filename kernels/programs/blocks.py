@@ -6,15 +6,35 @@ here: `target[:] = value` consumes `value`, and a binary operation broadcasts on
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pypto
+import torch
 
+from kernels.programs.base import Program
 from kernels.tiles import CubeTile
 from quantize.numerics import ACTIVATION_AMAX_EPS, INT8_MAX
 
 RINT = pypto.CastMode.CAST_RINT
 """Round half to even: stated at every narrowing, since the default mode differs between backends."""
+
+
+_DTYPES = {
+    torch.float32: pypto.DT_FP32,
+    torch.bfloat16: pypto.DT_BF16,
+    torch.int32: pypto.DT_INT32,
+    torch.int8: pypto.DT_INT8,
+}
+
+
+def parameter_types(program: Program) -> SimpleNamespace:
+    """PyPTO's type of every argument of `program`, as attributes: what a kernel's parameters are annotated with."""
+    types = {}
+    for argument in program.arguments():
+        shape = [pypto.DYNAMIC if size is None else size for size in argument.shape]
+        types[argument.name] = pypto.Tensor(shape, _DTYPES[argument.dtype])
+    return SimpleNamespace(**types)
 
 
 def to_fp32(value: Any) -> Any:
@@ -30,8 +50,8 @@ def to_bf16(value: Any) -> Any:
 def whole(value: Any) -> Any:
     """State that all of a 2-D value is valid.
 
-    Without it the interpreter's first passes find an empty valid shape (error FB200B, and no verdict) where a vector tile
-    takes some rows of several matmul tiles.
+    Without it the interpreter's checks of the first passes find an empty valid shape (error FB200B, and no verdict)
+    where a vector tile takes some rows of several matmul tiles.
     """
     return pypto.view(value, list(value.shape), [0, 0], valid_shape=list(value.shape))
 

@@ -28,9 +28,10 @@ PLACEHOLDER_COLUMNS = 16
 
 @dataclass(frozen=True)
 class DecodeLayerSpec(ProgramSpec):
-    """Shape of one decode layer over `batch_rows` tokens; `pages` and `contexts` set the sample inputs only.
+    """Shape of one decode layer over `batch_rows` tokens; the kernel depends on neither `pages` nor `contexts`.
 
-    `contexts` are the rows' context lengths in tokens, the new token included; `pages` the pages of the cache.
+    `contexts` are the rows' context lengths in tokens, the new token included; `pages` the pages of the cache. Both
+    shape the sample inputs, where every row has pages of its own.
     """
 
     hidden_size: int
@@ -58,16 +59,20 @@ class DecodeLayerSpec(ProgramSpec):
                 problems.append(f"{name} {size} is not a multiple of 32, the INT8 fractal width")
         if len(self.contexts) != self.batch_rows or min(self.contexts, default=0) < 1:
             problems.append(f"contexts {self.contexts} must give one length >= 1 for each of {self.batch_rows} rows")
-        elif sum(-(-tokens // PAGE_TOKENS) for tokens in self.contexts) > self.pages:
+        elif -(-max(self.contexts) // PAGE_TOKENS) > self.pages:
             problems.append(f"{self.pages} pages cannot hold contexts {self.contexts}")
         if problems:
             raise ProgramError(f"no decode_layer program for this shape: {'; '.join(problems)}")
 
     @classmethod
     def of(
-        cls, config: ModelConfig, down: Literal["int8", "bf16"], contexts: tuple[int, ...], spare_pages: int = 1
+        cls,
+        config: ModelConfig,
+        down: Literal["int8", "bf16"],
+        contexts: tuple[int, ...],
+        pages: int | None = None,
     ) -> DecodeLayerSpec:
-        """The layer of `config` over one row per context length, in a cache with `spare_pages` unused pages."""
+        """The layer of `config` over one row per context length; `pages` of cache, by default one more than needed."""
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -80,7 +85,7 @@ class DecodeLayerSpec(ProgramSpec):
             qkv_bias=config.qkv_bias,
             down=down,
             batch_rows=len(contexts),
-            pages=sum(-(-tokens // PAGE_TOKENS) for tokens in contexts) + spare_pages,
+            pages=1 + sum(-(-tokens // PAGE_TOKENS) for tokens in contexts) if pages is None else pages,
             contexts=contexts,
         )
 

@@ -5,61 +5,58 @@ the pages of each sequence and key/value head, and an epilogue (output projectio
 `pypto.loop`, so that the next one starts after it. Annotations must be objects: no postponed evaluation here.
 """
 
+# Parameters are annotated with values, which a type checker does not follow.
+# mypy: disable-error-code="valid-type, name-defined, misc, no-untyped-def, untyped-decorator, index"
+
 from typing import Any
 
 import pypto
 
 from kernels.goldens import PAGE_TOKENS
 from kernels.programs import blocks
-from kernels.programs.decode_layer import DecodeLayerSpec
+from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
 from kernels.tiles import choose_cube_tile
 
 
-def build(spec: DecodeLayerSpec, options: dict[str, Any]) -> Any:
-    """Return the jit-compiled kernel for `spec`; `options` are the keyword arguments of `pypto.frontend.jit`."""
-    batch, hidden, inter = spec.batch_rows, spec.hidden_size, spec.intermediate_size
-    q_size, kv_size, dim = spec.q_size, spec.kv_size, spec.head_dim
-    bias_q, bias_kv = (q_size, kv_size) if spec.qkv_bias else (16, 16)
-    norm_dim = dim if spec.qk_norm else 16
-    down_scale = hidden if spec.down == "int8" else 16
-    down_dtype = pypto.DT_INT8 if spec.down == "int8" else pypto.DT_BF16
-    fp32, int8, bf16, int32 = pypto.DT_FP32, pypto.DT_INT8, pypto.DT_BF16, pypto.DT_INT32
-    dynamic = pypto.DYNAMIC
+def build(program: DecodeLayer, options: dict[str, Any]) -> Any:
+    """Return the jit-compiled kernel of `program`; `options` are the keyword arguments of `pypto.frontend.jit`."""
+    spec, of = program.spec, blocks.parameter_types(program)
 
+    # PyPTO refuses a return annotation.
     @pypto.frontend.jit(**options)
     def decode_layer(
-        x: pypto.Tensor([batch, hidden], bf16),
-        input_rms: pypto.Tensor([1, hidden], fp32),
-        wq: pypto.Tensor([hidden, q_size], int8),
-        wk: pypto.Tensor([hidden, kv_size], int8),
-        wv: pypto.Tensor([hidden, kv_size], int8),
-        wq_scale: pypto.Tensor([1, q_size], fp32),
-        wk_scale: pypto.Tensor([1, kv_size], fp32),
-        wv_scale: pypto.Tensor([1, kv_size], fp32),
-        q_bias: pypto.Tensor([1, bias_q], fp32),
-        k_bias: pypto.Tensor([1, bias_kv], fp32),
-        v_bias: pypto.Tensor([1, bias_kv], fp32),
-        q_norm: pypto.Tensor([1, norm_dim], fp32),
-        k_norm: pypto.Tensor([1, norm_dim], fp32),
-        wo: pypto.Tensor([q_size, hidden], int8),
-        wo_scale: pypto.Tensor([1, hidden], fp32),
-        post_rms: pypto.Tensor([1, hidden], fp32),
-        w_gate: pypto.Tensor([hidden, inter], int8),
-        w_up: pypto.Tensor([hidden, inter], int8),
-        w_gate_scale: pypto.Tensor([1, inter], fp32),
-        w_up_scale: pypto.Tensor([1, inter], fp32),
-        w_down: pypto.Tensor([inter, hidden], down_dtype),
-        w_down_scale: pypto.Tensor([1, down_scale], fp32),
-        cos: pypto.Tensor([batch, dim], fp32),
-        sin: pypto.Tensor([batch, dim], fp32),
-        slots: pypto.Tensor([batch, 1], int32),
-        context_tokens: pypto.Tensor([batch], int32),
-        block_table: pypto.Tensor([batch, dynamic], int32),
-        k_cache: pypto.Tensor([dynamic, kv_size], bf16),
-        v_cache: pypto.Tensor([dynamic, kv_size], bf16),
-        q_rows: pypto.Tensor([batch * spec.num_heads, dim], bf16),
-        context_rows: pypto.Tensor([batch * spec.num_heads, dim], bf16),
-        out: pypto.Tensor([batch, hidden], bf16),
+        x: of.x,
+        input_rms: of.input_rms,
+        wq: of.wq,
+        wk: of.wk,
+        wv: of.wv,
+        wq_scale: of.wq_scale,
+        wk_scale: of.wk_scale,
+        wv_scale: of.wv_scale,
+        q_bias: of.q_bias,
+        k_bias: of.k_bias,
+        v_bias: of.v_bias,
+        q_norm: of.q_norm,
+        k_norm: of.k_norm,
+        wo: of.wo,
+        wo_scale: of.wo_scale,
+        post_rms: of.post_rms,
+        w_gate: of.w_gate,
+        w_up: of.w_up,
+        w_gate_scale: of.w_gate_scale,
+        w_up_scale: of.w_up_scale,
+        w_down: of.w_down,
+        w_down_scale: of.w_down_scale,
+        cos: of.cos,
+        sin: of.sin,
+        slots: of.slots,
+        context_tokens: of.context_tokens,
+        block_table: of.block_table,
+        k_cache: of.k_cache,
+        v_cache: of.v_cache,
+        q_rows: of.q_rows,
+        context_rows: of.context_rows,
+        out: of.out,
     ):
         for _ in pypto.loop(1, name="PROLOGUE", idx_name="prologue"):
             _prologue(
@@ -69,7 +66,7 @@ def build(spec: DecodeLayerSpec, options: dict[str, Any]) -> Any:
                 (q_bias, k_bias, v_bias, q_norm, k_norm),
                 (q_rows, k_cache, v_cache),
             )
-        for row in pypto.loop(0, batch, 1, name="ROWS", idx_name="row", submit_before_loop=True):
+        for row in pypto.loop(0, spec.batch_rows, 1, name="ROWS", idx_name="row", submit_before_loop=True):
             tokens = context_tokens[row]
             for head in pypto.loop(0, spec.num_kv_heads, 1, name="HEADS", idx_name="head"):
                 _attend(spec, row, head, tokens, block_table, q_rows, k_cache, v_cache, context_rows)

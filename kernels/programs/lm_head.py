@@ -116,7 +116,7 @@ class LmHeadGreedy(Program):
         )
 
     def sample_inputs(self, seed: int) -> dict[str, Tensor]:
-        """Random rows; ties planted within a chunk and across chunks, and a row that id 0 and its padding copies win."""
+        """Random rows; ties planted within and across chunks, and a row that id 0 and its padding copies win."""
         s = self.spec
         generator = torch.Generator().manual_seed(seed)
         tensors = self.shape_inputs()

@@ -6,33 +6,36 @@ the last real id and overlaps the one before where the vocabulary is no multiple
 and padding is never read. Chunks are independent. Annotations must be objects: no postponed evaluation here.
 """
 
+# Parameters are annotated with values, which a type checker does not follow.
+# mypy: disable-error-code="valid-type, name-defined, misc, no-untyped-def, untyped-decorator, index"
+
 from typing import Any
 
 import pypto
 
 from kernels.programs import blocks
-from kernels.programs.lm_head import LmHeadSpec
+from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.tiles import choose_cube_tile
 
 NO_ID = float(2**24)
 """Larger than any id; FP32 counts exactly up to it."""
 
 
-def build(spec: LmHeadSpec, options: dict[str, Any]) -> Any:
-    """Return the jit-compiled kernel for `spec`; `options` are the keyword arguments of `pypto.frontend.jit`."""
-    batch, hidden, columns = spec.batch_rows, spec.hidden_size, spec.block_columns
-    fp32, bf16, int32 = pypto.DT_FP32, pypto.DT_BF16, pypto.DT_INT32
+def build(program: LmHeadGreedy, options: dict[str, Any]) -> Any:
+    """Return the jit-compiled kernel of `program`; `options` are the keyword arguments of `pypto.frontend.jit`."""
+    spec, of = program.spec, blocks.parameter_types(program)
 
+    # PyPTO refuses a return annotation.
     @pypto.frontend.jit(**options)
     def lm_head_greedy(
-        x: pypto.Tensor([batch, hidden], bf16),
-        final_norm: pypto.Tensor([1, hidden], fp32),
-        weight: pypto.Tensor([spec.padded_vocab, hidden], bf16),
-        normed_rows: pypto.Tensor([batch, hidden], bf16),
-        block_maxima: pypto.Tensor([batch, columns], fp32),
-        block_ids: pypto.Tensor([batch, columns], fp32),
-        logits: pypto.Tensor([batch, spec.real_vocab], fp32),
-        ids: pypto.Tensor([batch, 1], int32),
+        x: of.x,
+        final_norm: of.final_norm,
+        weight: of.weight,
+        normed_rows: of.normed_rows,
+        block_maxima: of.block_maxima,
+        block_ids: of.block_ids,
+        logits: of.logits,
+        ids: of.ids,
     ):
         for _ in pypto.loop(1, name="NORM", idx_name="norm"):
             _norm(spec, x, final_norm, normed_rows)

@@ -1,0 +1,182 @@
+"""The `pypto` executor: the engine's batches through the PyPTO programs, on an NPU or in the host's interpreter.
+
+Both run the same two programs: `decode_layer` for every layer and `lm_head_greedy` at the end, over windows of up to 16
+token rows. Rows of one sequence may share a window, since a layer writes all keys before any row attends. Without an
+NPU the interpreter takes seconds per layer: it is there to check the programs, not to serve.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.contract import BATCH_WINDOW_ROWS
+from kernels.errors import KernelsError
+from kernels.interpreter import Call, interpret
+from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, layer_arguments, row_arguments
+from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
+from kernels.slabs import Slabs
+from serving.errors import ExecutorError
+from serving.executor.base import PAGE_TOKENS, Chunk
+from serving.executor.step import StepRows, plan_step
+
+__all__ = ["HostPrograms", "PyptoExecutor", "Window", "npu_available"]
+
+logger = logging.getLogger(__name__)
+
+
+class Window:
+    """Up to 16 token rows of a step: hidden rows BF16 `[rows, hidden]`, their positions, and each row's pages."""
+
+    def __init__(self, x: Tensor, positions: list[int], pages: list[list[int]]) -> None:
+        self.x = x
+        self.positions = positions
+        self.pages = pages
+
+    def padded(self, rows: int, scratch_page: int) -> Window:
+        """The window with rows added up to `rows`, which stand one behind the other in `scratch_page`."""
+        missing = rows - len(self.positions)
+        x = torch.cat([self.x, self.x.new_zeros(missing, self.x.shape[1])])
+        return Window(x, [*self.positions, *range(missing)], [*self.pages, *([scratch_page] for _ in range(missing))])
+
+    def with_pages(self, number: dict[int, int]) -> Window:
+        """The window with its pages renumbered."""
+        return Window(self.x, self.positions, [[number[page] for page in row] for row in self.pages])
+
+    def contexts(self) -> tuple[int, ...]:
+        """Context length of every row, in tokens."""
+        return tuple(position + 1 for position in self.positions)
+
+
+class Programs(Protocol):
+    """Runs the programs on a window, keeping weights and caches where it computes."""
+
+    def run(self, window: Window, *, with_logits: bool) -> Tensor | None:
+        """Write the rows' keys and values; returns logits FP32 `[rows, real_vocab]` on the CPU, or None."""
+        ...
+
+    def close(self) -> None:
+        """Release what is held."""
+        ...
+
+
+class PyptoExecutor:
+    """An `Executor` that computes with the PyPTO programs."""
+
+    def __init__(self, slabs: Slabs, num_pages: int, programs: Programs | None = None) -> None:
+        if num_pages < 1:
+            raise ExecutorError(f"num_pages is {num_pages}; expected at least 1")
+        self.config = slabs.config
+        self.num_pages = num_pages
+        self.max_context_tokens = slabs.tensors["rope_cos"].shape[0]
+        self._embedding = slabs.tensors["embed_weight"]
+        self._real_vocab = slabs.real_vocab
+        self._programs: Programs | None = programs or _open_programs(slabs, num_pages)
+
+    def forward(self, batch: Sequence[Chunk]) -> Tensor:
+        """Run `batch`; see `Executor.forward`. Raises ExecutorError when a chunk is out of range or a program fails."""
+        if self._programs is None:
+            raise ExecutorError("the executor is closed")
+        step = plan_step(batch, self.config, self.num_pages, self.max_context_tokens)
+        logits = [torch.empty(0, self._real_vocab)]
+        for part in step.split(BATCH_WINDOW_ROWS):
+            wanted = part.logit_rows.to(torch.int64)
+            try:
+                rows = self._programs.run(self._window(part), with_logits=len(wanted) > 0)
+            except KernelsError as error:
+                raise ExecutorError(f"the PyPTO programs failed: {error}") from error
+            if rows is not None:
+                logits.append(rows[wanted])
+        return torch.cat(logits)
+
+    def close(self) -> None:
+        """Release weights and caches."""
+        if self._programs is not None:
+            self._programs.close()
+            self._programs = None
+
+    def _window(self, part: StepRows) -> Window:
+        positions = part.positions.tolist()
+        pages = [
+            part.tables[sequence, : position // PAGE_TOKENS + 1].tolist()
+            for sequence, position in zip(part.sequence.tolist(), positions, strict=True)
+        ]
+        return Window(self._embedding[part.token_ids.to(torch.int64)], positions, pages)
+
+
+class HostPrograms:
+    """The programs in the host's interpreter: one subprocess per window, which gets the pages it touches and no others.
+
+    Rows are padded to 16 wherever the interpreter multiplies floats across rows (a BF16 down projection, the LM head),
+    so that a row's numbers do not depend on how many rows run beside it.
+    """
+
+    def __init__(self, slabs: Slabs, num_pages: int) -> None:
+        config = slabs.config
+        self._slabs = slabs
+        shape = (config.num_layers, num_pages + 1, PAGE_TOKENS, config.kv_size)
+        self._k_cache = torch.zeros(shape, dtype=torch.bfloat16)
+        self._v_cache = torch.zeros(shape, dtype=torch.bfloat16)
+        self._scratch_page = num_pages
+
+    def run(self, window: Window, *, with_logits: bool) -> Tensor | None:
+        """Interpret every layer, and the LM head when logits are wanted."""
+        slabs, config = self._slabs, self._slabs.config
+        if slabs.down == "bf16":
+            window = window.padded(BATCH_WINDOW_ROWS, self._scratch_page)
+        used = sorted({page for row in window.pages for page in row})
+        window = window.with_pages({page: index for index, page in enumerate(used)})
+        spec = DecodeLayerSpec.of(config, slabs.down, window.contexts(), pages=len(used))
+        layer, rope = DecodeLayer(spec), (slabs.tensors["rope_cos"], slabs.tensors["rope_sin"])
+        tensors = {"x.0": window.x, **row_arguments(window.positions, window.pages, *rope)}
+        rows = {name: name for name in tensors if name != "x.0"}
+        calls, caches = [], []
+        for index in range(config.num_layers):
+            slab = {f"{name}.{index}": value for name, value in layer_arguments(slabs.layer(index)).items()}
+            tensors |= slab
+            tensors[f"k_cache.{index}"] = self._k_cache[index, used].flatten(0, 1)
+            tensors[f"v_cache.{index}"] = self._v_cache[index, used].flatten(0, 1)
+            caches += [f"k_cache.{index}", f"v_cache.{index}"]
+            per_layer = {key.rpartition(".")[0]: key for key in (*slab, *caches[-2:])}
+            calls.append(Call(layer, {"x": f"x.{index}", **rows, **per_layer}, {"out": f"x.{index + 1}"}))
+        hidden = f"x.{config.num_layers}"
+        done = interpret(calls, tensors, [*caches, hidden])
+        for index in range(config.num_layers):
+            self._k_cache[index, used] = done[f"k_cache.{index}"].view(len(used), PAGE_TOKENS, -1)
+            self._v_cache[index, used] = done[f"v_cache.{index}"].view(len(used), PAGE_TOKENS, -1)
+        return self._logits(done[hidden]) if with_logits else None
+
+    def close(self) -> None:
+        """Drop the caches."""
+        self._k_cache = self._v_cache = torch.empty(0)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        slabs = self._slabs
+        head = LmHeadGreedy(LmHeadSpec.of(slabs.config, BATCH_WINDOW_ROWS))
+        x = torch.cat([hidden, hidden.new_zeros(BATCH_WINDOW_ROWS - len(hidden), hidden.shape[1])])
+        tensors = {"x": x, "weight": slabs.tensors["lm_head_weight"], "final_norm": slabs.tensors["final_norm_weight"]}
+        call = Call(head, {name: name for name in tensors}, {"logits": "logits"})
+        return interpret([call], tensors, ["logits"])["logits"]
+
+
+def npu_available() -> bool:
+    """Whether torch can compute on an Ascend NPU in this process."""
+    if find_spec("torch_npu") is None:
+        return False
+    npu = getattr(import_module("torch_npu"), "npu", None)
+    return npu is not None and bool(npu.is_available())
+
+
+def _open_programs(slabs: Slabs, num_pages: int) -> Programs:
+    if npu_available():
+        from serving.executor.pypto_npu import NpuPrograms
+
+        return NpuPrograms(slabs, num_pages)
+    logger.warning("no NPU here: the PyPTO programs run in the host's interpreter, seconds per layer")
+    return HostPrograms(slabs, num_pages)
