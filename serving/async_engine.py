@@ -126,12 +126,16 @@ class AsyncEngine:
         """Engine counters; may be a step behind while one is running."""
         return self.engine.counters()
 
-    def close(self) -> None:
-        """Stop after the running step, fail what is pending, and close the executor; blocks until done."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Stop after the running step, fail what is pending, and close the executor; blocks until done.
+
+        Returns False when the running step has not returned after `timeout_s` seconds.
+        """
         with self._condition:
             self._closing = True
             self._condition.notify()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

@@ -41,8 +41,8 @@ class RequestTiming:
 class BenchResult:
     """Medians over the measured requests, the raw values, and where they were taken.
 
-    `platform` names what computed (`cpu`, `a2a3`, ...), `machine` the client's CPU model and its usable cores (the
-    server's too when the URL is on this host).
+    `platform` names what computed (`cpu`, `a2a3`, ...); `executor` is what the server says of its executor (backend,
+    instruction set, threads); `machine` is the client's CPU model and usable cores.
     """
 
     tpot_ms: float
@@ -51,6 +51,7 @@ class BenchResult:
     model: str
     digest: str | None
     platform: str
+    executor: dict[str, Any]
     machine: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
@@ -111,6 +112,7 @@ def measure_tpot(
         model=facts["model"],
         digest=facts.get("digest"),
         platform=platform_name or facts.get("executor") or "unknown",
+        executor=facts.get("executor_details") or {},
         machine=describe_machine(),
     )
 

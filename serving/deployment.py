@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from serving.async_engine import AsyncEngine
 from serving.errors import EngineError
@@ -21,12 +22,16 @@ DRAIN_POLL_S = 0.02
 
 @dataclass
 class Deployment:
-    """A loaded model: its engine, tokenizer, bundle digest and the kind of its executor (`cpu`, `pypto`, ...)."""
+    """A loaded model: its engine, tokenizer, bundle digest and the kind of its executor (`cpu`, `pypto`, ...).
+
+    `executor_details` says more of the executor: backend, instruction set, threads.
+    """
 
     engine: AsyncEngine
     tokenizer: Tokenizer
     digest: str
     kind: str
+    executor_details: dict[str, Any] = field(default_factory=dict)
     created_unix_s: int = field(default_factory=lambda: int(time.time()))
     _admitting: int = field(default=0, init=False)
 

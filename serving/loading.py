@@ -7,13 +7,15 @@ import concurrent.futures
 import logging
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 from serving.async_engine import AsyncEngine
 from serving.bundle import Bundle, verify_bundle
 from serving.deployment import Deployment
 from serving.engine import Engine, EngineOptions, GenerationRequest
 from serving.errors import BundleError, EngineError
-from serving.executor import DEFAULT_NUM_PAGES, ExecutorKind, open_executor
+from serving.executor import DEFAULT_NUM_PAGES, Executor, ExecutorKind, open_executor
+from serving.executor.cpu import CpuExecutor
 from serving.sampling_params import SamplingParams
 from serving.tokenizer import Tokenizer
 
@@ -46,7 +48,18 @@ def load_deployment(bundle: Bundle, options: LoadOptions) -> Deployment:
     executor = open_executor(bundle.slabs_dir, options.kind, options.num_pages, options.threads)
     engine = AsyncEngine(Engine(executor, tokenizer, options.engine))
     logger.info("loaded bundle %s on executor %s", bundle.digest, options.kind)
-    return Deployment(engine, tokenizer, bundle.digest, options.kind)
+    return Deployment(engine, tokenizer, bundle.digest, options.kind, describe_executor(executor))
+
+
+def describe_executor(executor: Executor) -> dict[str, Any]:
+    """What a figure measured on `executor` should carry: backend, instruction set, threads; empty for other kinds."""
+    if not isinstance(executor, CpuExecutor):
+        return {}
+    return {
+        "backend": executor.backend,
+        "instruction_set": executor.instruction_set,
+        "threads": executor.threads,
+    }
 
 
 async def warm_up(deployment: Deployment) -> None:

@@ -57,8 +57,11 @@ class Tokenizer:
         return bool(self._transformers.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` with the special tokens that the tokenizer itself adds to a plain prompt."""
-        return list(self._fast.encode(text, add_special_tokens=True).ids)
+        """Ids of `text` with the special tokens that the tokenizer itself adds to a plain prompt.
+
+        Raises RequestError for text that no encoding can hold (JSON can smuggle in half a surrogate pair).
+        """
+        return self._encode(text, "prompt", add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation in the checkpoint's chat template, ending where the assistant's answer begins.
@@ -71,7 +74,14 @@ class Tokenizer:
             text = self._transformers.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except (jinja2.TemplateError, ValueError, TypeError) as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
-        return list(self._fast.encode(str(text), add_special_tokens=False).ids)
+        return self._encode(str(text), "messages", add_special_tokens=False)
+
+    def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"character {error.start} of the text is half a surrogate pair", param) from error
+        return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens; an id that has no token stands for no text."""

@@ -48,6 +48,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
+CLOSE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -244,8 +245,9 @@ class Worker:
         for task in self._background:
             task.cancel()
         deployment = self.service.deployment
-        if deployment is not None:
-            await asyncio.to_thread(deployment.engine.close)
+        if deployment is not None and not await asyncio.to_thread(deployment.engine.close, CLOSE_TIMEOUT_S):
+            logger.error("the executor does not return from its step; ending without it")
+            code = EXIT_FAILED
         return code
 
     def _last_sequence(self) -> int | None:

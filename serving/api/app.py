@@ -138,6 +138,7 @@ def _add_operator_routes(
             "model": service.served_model_name,
             "digest": deployment.digest if deployment else None,
             "executor": deployment.kind if deployment else None,
+            "executor_details": deployment.executor_details if deployment else {},
             "error": problem,
         }
         return JSONResponse(body, 200 if problem is None else 503)

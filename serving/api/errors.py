@@ -29,16 +29,17 @@ def _request_error(_: Request, error: Exception) -> JSONResponse:
 
 
 def _validation_error(_: Request, error: Exception) -> JSONResponse:
-    """Only the first finding is told: a union reports every alternative, which helps nobody."""
+    """Tell what is wrong with the first field at fault; a field of several accepted forms has a finding for each."""
     if not isinstance(error, RequestValidationError):
         raise error
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
+    findings = error.errors()
+    if findings[0]["type"] == "json_invalid":
         message, param = "the request body is not valid JSON", None
     else:
-        param = path[0] if path else None
-        message = f"{'.'.join(path) or 'body'}: {first['msg']}"
+        paths = [[str(part) for part in finding["loc"] if part != "body"] for finding in findings]
+        param = paths[0][0] if paths[0] else None
+        of_field = [finding["msg"] for finding, path in zip(findings, paths, strict=True) if path[:1] == paths[0][:1]]
+        message = f"{param or 'body'}: {', or: '.join(dict.fromkeys(of_field))}"
     return JSONResponse(error_body(message, "invalid_request_error", param), 400)
 
 
@@ -46,6 +47,11 @@ def _engine_error(_: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, EngineError):
         raise error
     return JSONResponse(engine_error_body(error), 503)
+
+
+def _internal_error(_: Request, error: Exception) -> JSONResponse:
+    """A defect of the server: the client gets the shape it can read, the server's log the traceback."""
+    return JSONResponse(error_body(f"internal error: {type(error).__name__}", "server_error"), 500)
 
 
 def _http_error(_: Request, error: Exception) -> JSONResponse:
@@ -60,3 +66,4 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(EngineError, _engine_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _internal_error)

@@ -240,13 +240,23 @@ def test_unknown_model_and_path_and_broken_json(server: TestServer, client: open
         client.models.retrieve("other")
     assert "JSON" in refused(server, "/v1/completions", '{"model": ')["message"]
     refused(server, "/v1/nothing", {}, 404)
+    refused(server, "/v1/completions", "[]")
+
+
+def test_half_a_surrogate_pair_is_the_clients_mistake(server: TestServer) -> None:
+    body = '{"model": "tiny", "prompt": "ab\\ud800"}'
+    assert "character 2" in refused(server, "/v1/completions", body)["message"]
+    body = '{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}'
+    assert refused(server, "/v1/chat/completions", body)["param"] == "messages"
+    assert refused(server, "/v1/completions", '{"model": "\\ud800", "prompt": "x"}', 404)["param"] == "model"
 
 
 def test_models_health_metrics_status(server: TestServer, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
     health = httpx.get(server.url + "/health").json()
-    assert health == {"status": "ok", "model": MODEL, "digest": "d" * 64, "executor": "golden", "error": None}
+    facts = {"status": "ok", "model": MODEL, "digest": "d" * 64, "executor": "golden", "error": None}
+    assert health == {**facts, "executor_details": {}}
     before = scrape(server)
     complete(server, "the sea and the storm", max_tokens=9)
     after = scrape(server)

@@ -78,7 +78,9 @@ def test_case_27_switches_and_failures_seen_by_clients(store: BundleStore, tiny_
     flip_byte(store.bundle_path(broken) / "slabs" / "slabs.safetensors")
     store.promote(first, reason="release")
     with start_worker(store) as (process, url):
-        assert httpx.get(f"{url}/health").json()["digest"] == first
+        health = httpx.get(f"{url}/health").json()
+        assert health["digest"] == first
+        assert health["executor_details"]["backend"] == "torch"
         (worker,) = live_workers(store.root)
         assert (worker.pid, worker.url, worker.state, worker.digest) == (process.pid, url, "ready", first)
         old_text, old_long = text_of(url), text_of(url, max_tokens=LONG)
