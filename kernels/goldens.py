@@ -165,16 +165,6 @@ def lm_head(x: Tensor, final_norm: Tensor, weight: Tensor, eps: float) -> Tensor
     return normed.to(torch.float32) @ weight.to(torch.float32).t()
 
 
-def lm_head_logits(normed: Tensor, weight: Tensor, vocab: int, block_rows: int = 8192) -> Tensor:
-    """Logits FP32 `[vocab]` of one normalised row BF16 `[hidden]`, from the first `vocab` rows of a BF16 LM head.
-
-    The head is widened block by block, so that it never stands in memory as FP32.
-    """
-    row = normed.to(torch.float32)
-    blocks = range(0, vocab, block_rows)
-    return torch.cat([torch.mv(weight[b : min(b + block_rows, vocab)].to(torch.float32), row) for b in blocks])
-
-
 class DecoderWeights(Protocol):
     """A whole model's weights as the golden reads them; `kernels.slabs.Slabs` is one."""
 

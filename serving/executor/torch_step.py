@@ -1,22 +1,25 @@
-"""The decoder step in plain torch: the golden's arithmetic, exact where the native backend is exact.
+"""The decoder step in plain torch, bit for bit the native step.
 
-INT8 products run batched, since their sums are exact in any order. Everything whose rounding depends on the order of
-a sum (norms, softmax, LM head) or on vector tails (exp) runs one row at a time, so that a row's numbers do not depend
-on its batch mates. It is the fallback when no compiler is at hand, and the second opinion in tests; it is not fast.
+INT8 products are exact in any order; everything else is spelled out in the native step's order (see `lanes`), so a
+machine without a compiler gives the same tokens as one with it. It is the fallback, and the second opinion in tests;
+it is not fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from kernels.goldens import LayerWeights, lm_head_logits, paged_attention
+from kernels.goldens import LayerWeights
 from kernels.slabs import Slabs
-from quantize.numerics import apply_rope, linear_w8a8, quantize_activation, rms_norm, to_bf16
+from quantize.numerics import apply_rope, linear_w8a8, quantize_activation, to_bf16
 from serving.executor.base import PAGE_TOKENS
+from serving.executor.lanes import exponential, lane_sum, matmul_in_order, rms_norm
 from serving.executor.step import StepRows
+
+HEAD_BLOCK_ROWS = 4096
+MAX_ROWS = 64
+"""Rows at a time; bounds the FP32 copies of the cached keys and values that attention makes."""
 
 
 class TorchStep:
@@ -32,28 +35,36 @@ class TorchStep:
 
     def forward(self, rows: StepRows, logits: Tensor) -> None:
         """Run one step and write `logits` FP32 `[len(rows.logit_rows), real_vocab]` in place."""
-        tensors = self._slabs.tensors
-        positions = rows.positions.long()
-        tables = rows.tables.long()[rows.sequence.long()]
-        slots = tables.gather(1, (positions // PAGE_TOKENS)[:, None])[:, 0] * PAGE_TOKENS + positions % PAGE_TOKENS
-        cos, sin = tensors["rope_cos"][positions], tensors["rope_sin"][positions]
-        x = tensors["embed_weight"][rows.token_ids.long()]
-        for index in range(self._slabs.config.num_layers):
-            x = self._layer(x, index, positions, slots, tables, cos, sin)
-        for out, row in enumerate(rows.logit_rows.tolist()):
-            normed = to_bf16(rms_norm(x[row].to(torch.float32), tensors["final_norm_weight"][0], self._eps))
-            logits[out] = lm_head_logits(normed, tensors["lm_head_weight"], self._slabs.real_vocab)
+        done = 0
+        for part in rows.split(MAX_ROWS):
+            count = part.logit_rows.shape[0]
+            self._forward_part(part, logits[done : done + count])
+            done += count
 
     def close(self) -> None:
         """Nothing to release beside the tensors."""
 
-    def _layer(
-        self, x: Tensor, index: int, positions: Tensor, slots: Tensor, tables: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor:
+    def _forward_part(self, rows: StepRows, logits: Tensor) -> None:
+        tensors = self._slabs.tensors
+        positions = rows.positions.long()
+        tables = rows.tables.long()[rows.sequence.long()]
+        x = tensors["embed_weight"][rows.token_ids.long()].to(torch.float32)
+        for index in range(self._slabs.config.num_layers):
+            x = self._layer(x, index, positions, tables)
+        if not len(rows.logit_rows):
+            return
+        wanted = x[rows.logit_rows.long()]
+        normed = to_bf16(rms_norm(wanted, tensors["final_norm_weight"][0], self._eps)).to(torch.float32)
+        for start in range(0, self._slabs.real_vocab, HEAD_BLOCK_ROWS):
+            stop = min(start + HEAD_BLOCK_ROWS, self._slabs.real_vocab)
+            head = tensors["lm_head_weight"][start:stop].to(torch.float32).t().contiguous()
+            logits[:, start:stop] = matmul_in_order(normed, head)
+
+    def _layer(self, x: Tensor, index: int, positions: Tensor, tables: Tensor) -> Tensor:
+        """One layer on the FP32 residual (BF16-representable) `[rows, hidden]`; writes keys and values in place."""
         config, weights = self._slabs.config, self._slabs.layer(index)
-        count = x.shape[0]
-        residual = x.to(torch.float32)
-        codes, scale = self._norm_and_quantize(residual, weights.input_rms)
+        tensors, count = self._slabs.tensors, x.shape[0]
+        codes, scale = self._norm_and_quantize(x, weights.input_rms)
         q = linear_w8a8(codes, scale, weights.wq, weights.wq_scale)
         k = linear_w8a8(codes, scale, weights.wk, weights.wk_scale)
         v = linear_w8a8(codes, scale, weights.wv, weights.wv_scale)
@@ -61,32 +72,55 @@ class TorchStep:
             q, k, v = q + weights.q_bias, k + weights.k_bias, v + weights.v_bias
         q = q.view(count, config.num_heads, config.head_dim)
         k = k.view(count, config.num_kv_heads, config.head_dim)
-        if (q_norm := weights.q_norm) is not None and (k_norm := weights.k_norm) is not None:
-            q = _each_row(lambda row: rms_norm(row, q_norm, self._eps), q)
-            k = _each_row(lambda row: rms_norm(row, k_norm, self._eps), k)
-        q = to_bf16(apply_rope(q, cos, sin))
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q, k = rms_norm(q, weights.q_norm, self._eps), rms_norm(k, weights.k_norm, self._eps)
+        cos, sin = tensors["rope_cos"][positions], tensors["rope_sin"][positions]
+        pages = tables.gather(1, (positions // PAGE_TOKENS)[:, None])[:, 0]
+        slots = pages * PAGE_TOKENS + positions % PAGE_TOKENS
         self._k_cache[index][slots] = to_bf16(apply_rope(k, cos, sin)).reshape(count, -1)
         self._v_cache[index][slots] = to_bf16(v)
-        context = paged_attention(q, self._k_cache[index], self._v_cache[index], positions, tables, config.num_kv_heads)
+        query = to_bf16(apply_rope(q, cos, sin)).to(torch.float32)
+        context = self._attention(query, index, positions, tables)
         codes, scale = quantize_activation(to_bf16(context).reshape(count, -1))
-        residual = residual + linear_w8a8(codes, scale, weights.wo, weights.wo_scale)
-        return to_bf16(residual + self._mlp(residual, weights))
+        residual = x + linear_w8a8(codes, scale, weights.wo, weights.wo_scale)
+        return to_bf16(residual + self._mlp(residual, weights)).to(torch.float32)
 
     def _norm_and_quantize(self, x: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
-        return quantize_activation(to_bf16(_each_row(lambda row: rms_norm(row, gamma, self._eps), x)))
+        return quantize_activation(to_bf16(rms_norm(x, gamma, self._eps)))
+
+    def _attention(self, query: Tensor, index: int, positions: Tensor, tables: Tensor) -> Tensor:
+        """Online softmax over pages for all rows at once; a page beyond a row's context leaves the row as it was."""
+        config = self._slabs.config
+        count, dim, kv_heads = query.shape[0], config.head_dim, config.num_kv_heads
+        query = query.view(count, kv_heads, -1, 1, dim)
+        paged = (-1, PAGE_TOKENS, kv_heads, dim)
+        running_max = torch.full((*query.shape[:3], 1), float("-inf"))
+        total = torch.zeros_like(running_max)
+        out = torch.zeros(*query.shape[:3], dim)
+        for page in range(int(positions.max()) // PAGE_TOKENS + 1):
+            tokens = min(PAGE_TOKENS, int(positions.max()) + 1 - page * PAGE_TOKENS)
+            # [rows, kv_heads, 1, tokens, dim]
+            keys = self._k_cache[index].view(paged)[tables[:, page], :tokens].to(torch.float32).transpose(1, 2)
+            values = self._v_cache[index].view(paged)[tables[:, page], :tokens].to(torch.float32).transpose(1, 2)
+            scores = lane_sum(query * keys.unsqueeze(2)) * dim**-0.5
+            position = page * PAGE_TOKENS + torch.arange(tokens)
+            scores = scores.masked_fill((position > positions[:, None])[:, None, None], float("-inf"))
+            page_max = torch.maximum(running_max, scores.amax(-1, keepdim=True))
+            p = to_bf16(exponential(scores - page_max)).to(torch.float32)
+            rescale = exponential(running_max - page_max)
+            total = total * rescale + lane_sum(p).unsqueeze(-1)
+            weighed = torch.zeros_like(out)
+            for token in range(tokens):
+                weighed += p[..., token, None] * values[:, :, None, token]
+            out = out * rescale + weighed
+            running_max = page_max
+        return (out / total).reshape(count, -1)
 
     def _mlp(self, residual: Tensor, weights: LayerWeights) -> Tensor:
         codes, scale = self._norm_and_quantize(residual, weights.post_rms)
         gate = linear_w8a8(codes, scale, weights.w_gate, weights.w_gate_scale)
         up = linear_w8a8(codes, scale, weights.w_up, weights.w_up_scale)
-        sigmoid = _each_row(lambda row: 1.0 / (1.0 + torch.exp(-row)), gate)
-        activated = to_bf16(gate * sigmoid * up)
+        activated = to_bf16(gate * (1.0 + exponential(-gate)).reciprocal() * up)
         if weights.w_down_scale is not None:
             return linear_w8a8(*quantize_activation(activated), weights.w_down, weights.w_down_scale)
-        down = weights.w_down.to(torch.float32).t()
-        return _each_row(lambda row: torch.mv(down, row), activated.to(torch.float32))
-
-
-def _each_row(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Apply `function` to a fresh copy of every row, so that its rounding depends on the row alone."""
-    return torch.stack([function(row.clone()) for row in values])
+        return matmul_in_order(activated.to(torch.float32), weights.w_down.to(torch.float32))

@@ -107,9 +107,10 @@ def test_greedy_tokens_equal_the_goldens_over_48_steps(slabs: Slabs) -> None:
         assert generated == expected.tolist()
 
 
-def test_every_instruction_set_gives_the_same_bits(slabs: Slabs) -> None:
+def test_torch_and_every_instruction_set_give_the_same_bits(slabs: Slabs) -> None:
     batch = [Chunk(tokens(130), 0, [0, 1], "all"), Chunk(tokens(9, 2), 0, [2], "all")]
-    results = []
+    plain = CpuExecutor(slabs, 3, 1, "torch")
+    results = [plain.forward(batch)]
     for name in available_instruction_sets():
         executor = CpuExecutor(slabs, 3, 2, "native", name)
         assert executor.instruction_set == name
@@ -183,6 +184,7 @@ def test_down_bf16_agrees_with_the_golden(tiny_qwen3: Path, tmp_path: Path) -> N
         rows = [executor.forward([Chunk([token], i, [0])]) for i, token in enumerate(token_ids)]
         assert torch.equal(torch.cat(rows), results[backend])
         executor.close()
+        assert torch.equal(results[backend], results["native"])
         assert (results[backend] - expected).abs().max() < MAX_LOGIT_DIFFERENCE
         assert torch.equal(results[backend].argmax(-1), expected.argmax(-1))
 
@@ -210,6 +212,7 @@ def test_other_shapes_agree_with_the_golden(overrides: dict[str, Any], tmp_path:
     executor = CpuExecutor(slabs, 2, 2, "native")
     logits = executor.forward([Chunk(token_ids, 0, [1, 0], "all")])
     executor.close()
+    assert torch.equal(logits, CpuExecutor(slabs, 2, 1, "torch").forward([Chunk(token_ids, 0, [0, 1], "all")]))
     assert logits.shape == (140, slabs.config.vocab_size)
     assert (logits - expected).abs().max() < MAX_LOGIT_DIFFERENCE
     assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.98
