@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -39,7 +40,7 @@ class CheckResult:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""
-        return asdict(self)
+        return _plain(asdict(self))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CheckResult:
@@ -54,8 +55,8 @@ class ProgramReport:
 
     `status` is READY when every check passed. `passes` are those verified at the small shape; each of `checks` lists
     its own. `simulated_us` is the cost model's time at the simulated shape, `hbm_bound_us` the bytes moved there at
-    1.6 TB/s, and `estimate_us` the larger of the two. `artifacts` are paths of files worth keeping: the compiled program
-    and its simulated timeline.
+    1.6 TB/s, and `estimate_us` the larger of the two. `artifacts` are paths of files worth keeping: the compiled
+    program and its simulated timeline.
     """
 
     name: str
@@ -74,7 +75,7 @@ class ProgramReport:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""
-        return asdict(self)
+        return _plain(asdict(self))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ProgramReport:
@@ -97,7 +98,7 @@ def summarize(name: str, key: str, results: list[CheckResult]) -> ProgramReport:
         key=key,
         status="FAILED" if failed else "READY",
         passes=passes,
-        checks=tuple({**result.to_json(), "artifacts": list(result.artifacts)} for result in results),
+        checks=tuple(result.to_json() for result in results),
         simulated_us=simulated_us,
         hbm_bytes=hbm_bytes,
         hbm_bound_us=bound_us,
@@ -114,3 +115,9 @@ def _known_fields(cls: type[CheckResult] | type[ProgramReport], values: Mapping[
     if set(values) != names:
         raise ValueError(f"{cls.__name__}: fields {sorted(set(values) ^ names)} are unknown or missing")
     return dict(values)
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` as JSON would give them back: lists for tuples."""
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain

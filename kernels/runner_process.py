@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def run_request(folder: Path, request: Mapping[str, Any], timeout_s: float) -> F
         )
     result = folder / "result.json"
     if process.returncode != 0 or not result.is_file():
-        reason = _last_error(complained) or f"exit status {process.returncode}"
+        reason = _reason(complained) or f"exit status {process.returncode}"
         raise ProgramError("; ".join(part for part in (reason, read_error_log(logs)) if part))
     return Finished(json.loads(result.read_text()), printed, output)
 
@@ -109,10 +110,12 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _last_error(stderr: str) -> str:
-    """The line of a traceback that says what went wrong, with the two after it, where PyPTO puts the reason."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    marks = [at for at, line in enumerate(lines) if "Error:" in line or "Error(" in line or line.startswith("Errcode")]
-    if not marks:
+def _reason(stderr: str) -> str:
+    """What went wrong, from a traceback: PyPTO's first complaint if there is one, for later errors follow from it."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip() and "(+0x" not in line]
+    first = [at for at, line in enumerate(lines) if line.startswith("ERROR:root:Record function")]
+    raised = [at for at, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b.*:", line)]
+    if not first and not raised:
         return " ".join(lines[-2:])[:600]
-    return " ".join(lines[marks[-1] : marks[-1] + 3])[:600]
+    start = first[0] if first else raised[-1]
+    return " ".join(lines[start : start + 2])[:600]

@@ -148,11 +148,11 @@ def _exact(have: Tensor, want: Tensor) -> bool:
 
 
 def _one_ulp(have: Tensor, want: Tensor) -> bool:
-    """At most one BF16 step (2^-8 of the magnitude) apart, or of the row's RMS where the value itself is smaller."""
-    have_fp32, want_fp32 = have.to(torch.float32), want.to(torch.float32)
-    row_rms = want_fp32.square().mean(dim=-1, keepdim=True).sqrt()
-    allowed = torch.maximum(want_fp32.abs(), row_rms) * 2.0**-7
-    return bool(((have_fp32 - want_fp32).abs() <= allowed).all())
+    """At most one BF16 step apart; where a value is small beside its row, one step of the row's RMS."""
+    row_rms = want.to(torch.float64).square().mean(dim=-1, keepdim=True).sqrt()
+    _, exponent = torch.frexp(torch.maximum(want.to(torch.float64).abs(), row_rms))
+    step = torch.exp2(exponent.to(torch.float64) - 8)
+    return bool(((have.to(torch.float64) - want.to(torch.float64)).abs() <= step).all())
 
 
 def _fp32_sum(have: Tensor, want: Tensor) -> bool:
