@@ -317,6 +317,7 @@ def parse_arguments(arguments: Sequence[str]) -> WorkerOptions:
     parser.add_argument("--no-verify", action="store_true", help="do not hash the bundle before loading it")
     parser.add_argument("--ready-file", type=Path, help="written once requests are answered")
     parser.add_argument("--load-timeout", type=float, default=600.0, help="seconds for a bundle to come up")
+    parser.add_argument("--poll", type=float, default=0.5, help="seconds between looks at the alias")
     parser.add_argument("--stop-timeout", type=int, default=30, help="seconds for running requests at the end")
     values = parser.parse_args(arguments)
     return WorkerOptions(
@@ -330,6 +331,7 @@ def parse_arguments(arguments: Sequence[str]) -> WorkerOptions:
         ),
         ready_file=values.ready_file,
         load_timeout_s=values.load_timeout,
+        poll_s=values.poll,
         stop_timeout_s=values.stop_timeout,
     )
 
