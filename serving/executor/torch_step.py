@@ -17,7 +17,8 @@ from serving.executor.base import PAGE_TOKENS
 from serving.executor.lanes import exponential, lane_sum, matmul_in_order, rms_norm
 from serving.executor.step import StepRows
 
-HEAD_BLOCK_ROWS = 4096
+HEAD_BLOCK_LOGITS = 16384
+"""Logits computed at a time in the LM head: bounds its FP32 copy, and keeps single operations from being tiny."""
 MAX_ROWS = 64
 """Rows at a time; bounds the FP32 copies of the cached keys and values that attention makes."""
 
@@ -55,8 +56,9 @@ class TorchStep:
             return
         wanted = x[rows.logit_rows.long()]
         normed = to_bf16(rms_norm(wanted, tensors["final_norm_weight"][0], self._eps)).to(torch.float32)
-        for start in range(0, self._slabs.real_vocab, HEAD_BLOCK_ROWS):
-            stop = min(start + HEAD_BLOCK_ROWS, self._slabs.real_vocab)
+        block = max(1, HEAD_BLOCK_LOGITS // len(wanted))
+        for start in range(0, self._slabs.real_vocab, block):
+            stop = min(start + block, self._slabs.real_vocab)
             head = tensors["lm_head_weight"][start:stop].to(torch.float32).t().contiguous()
             logits[:, start:stop] = matmul_in_order(normed, head)
 
