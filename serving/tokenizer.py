@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from serving.errors import RequestError, TokenizerError
 
 REPLACEMENT = "\ufffd"
-MAX_HELD_REPLACEMENTS = 3
+MAX_CHARACTER_BYTES = 4
+MAX_HELD_REPLACEMENTS = MAX_CHARACTER_BYTES - 1
 """At most three bytes of an unfinished character can stand at the end of a text, so no more marks need be held."""
 
 
@@ -95,6 +96,8 @@ class Tokenizer:
 class IncrementalDecoder:
     """Decodes a growing list of ids; what it returns, joined, is the decoding of the whole list.
 
+    (One exception: bytes that are no text, in a tokenizer with byte fallback, change what was shown before them.)
+
     Decoding restarts from a window that begins at a place where the text was complete, because the text of a token
     may depend on the one before it (leading spaces, characters of several byte tokens).
     """
@@ -102,7 +105,7 @@ class IncrementalDecoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._emitted_chars = 0
+        self._shown = ""
         self._complete_tokens = 0
 
     def push(self, token_id: int) -> str:
@@ -112,8 +115,12 @@ class IncrementalDecoder:
         settled = len(text)
         while len(text) - settled < MAX_HELD_REPLACEMENTS and text[:settled].endswith(REPLACEMENT):
             settled -= 1
-        delta = text[self._emitted_chars : settled]
-        self._emitted_chars = max(self._emitted_chars, settled)
+        unfinished = len(self._window) - self._complete_tokens < MAX_CHARACTER_BYTES
+        if not text.startswith(self._shown) and unfinished:
+            # Decoders with byte fallback turn a whole run of byte tokens into marks until its last character is whole.
+            return ""
+        delta = text[len(self._shown) : settled]
+        self._shown = text[: max(len(self._shown), settled)]
         # A window of tokens without text (special ones, say) is no context: a leading space would be lost after it.
         if delta and settled == len(text):
             self._slide()
@@ -122,12 +129,12 @@ class IncrementalDecoder:
     def flush(self) -> str:
         """The rest of the text, once no more tokens can come; an unfinished character shows as U+FFFD."""
         text = self._tokenizer.decode(self._window)
-        delta = text[self._emitted_chars :]
-        self._emitted_chars = len(text)
+        delta = text[len(self._shown) :]
+        self._shown = text
         return delta
 
     def _slide(self) -> None:
         """Drop the tokens before the last complete place, keeping those after it as context for what comes."""
         self._window = self._window[self._complete_tokens :]
         self._complete_tokens = len(self._window)
-        self._emitted_chars = len(self._tokenizer.decode(self._window))
+        self._shown = self._tokenizer.decode(self._window)

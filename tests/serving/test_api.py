@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,15 +18,19 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kernels.staging import stage_checkpoint
+from quantize.recipe import Recipe
+from quantize.rtn import quantize_checkpoint
 from serving.bench import BenchResult, measure_tpot
 from serving.deployment import ModelService
 from serving.engine import EngineOptions, is_idle
 from serving.errors import BenchError, ExecutorError
+from serving.executor import open_executor
 from serving.executor.base import Chunk
 from serving.tokenizer import Tokenizer
 from tests.serving.golden_executor import GoldenExecutor, ScriptedExecutor
 from tests.serving.http_server import MODEL, TestServer, serve_app, serve_engine, wait_until
-from tests.tiny_models import EOS_ID, byte_tokenizer
+from tests.tiny_models import EOS_ID, byte_tokenizer, make_tiny_qwen3
 
 TOKENIZER = Tokenizer(byte_tokenizer())
 CHAT: list[Any] = [{"role": "user", "content": "tell me of the sea"}]
@@ -415,3 +423,30 @@ def test_keep_alive_connection_serves_many_requests(server: TestServer) -> None:
         )
         assert connection.getresponse().read()
     connection.close()
+
+
+def test_case_23_killed_interpreter_process(tmp_path: Path) -> None:
+    make_tiny_qwen3(tmp_path / "model", num_hidden_layers=1)
+    quantize_checkpoint(tmp_path / "model", tmp_path / "w8a8", Recipe())
+    stage_checkpoint(tmp_path / "w8a8", tmp_path / "slabs")
+    with serve_engine(open_executor(tmp_path / "slabs", "pypto", num_pages=4), TOKENIZER) as server:
+        answers: list[httpx.Response] = []
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 400, "ignore_eos": True}
+        request = threading.Thread(target=lambda: answers.append(post(server, "/v1/completions", body)))
+        request.start()
+        wait_until(lambda: kill_child_processes() > 0, "a process of the executor")
+        request.join()
+        assert answers[0].status_code == 503
+        assert "the engine failed" in answers[0].json()["error"]["message"]
+        health = httpx.get(server.url + "/health")
+        assert health.status_code == 503
+        assert "PyPTO programs failed" in health.json()["error"]
+
+
+def kill_child_processes() -> int:
+    """Kill this process's children with SIGKILL; returns how many there were."""
+    children = {int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return len(children)

@@ -6,8 +6,11 @@ import itertools
 import random
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from serving.engine import Engine, GenerationRequest
 from serving.errors import RequestError
@@ -97,6 +100,43 @@ def test_any_ids_decode_to_the_same_text_piece_by_piece(ids: list[int]) -> None:
     decoder = IncrementalDecoder(TOKENIZER)
     pieces = [decoder.push(token_id) for token_id in ids]
     assert "".join([*pieces, decoder.flush()]) == TOKENIZER.decode(ids)
+
+
+def sentencepiece_tokenizer() -> Tokenizer:
+    """Word tokens with a leading-space mark, byte tokens for all else; decoding strips the text's first space."""
+    words = ["\u2581the", "\u2581sea", "s", "\u2581", "<s>"]
+    vocab = {token: index for index, token in enumerate(["<unk>", *words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    fast = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    fast.add_special_tokens([AddedToken("<s>", special=True)])
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>"))
+
+
+def test_tokenizers_that_strip_a_leading_space_keep_the_others() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    the, sea, plural, space, special = 1, 2, 3, 4, 5
+    smile = [6 + byte for byte in "\U0001f600".encode()]
+    for ids, text in (
+        ([the, sea, plural, the, sea], "the seas the sea"),
+        ([special, the, special, sea, *smile, the], "the sea\U0001f600 the"),
+        ([space, the, space, space, sea], " the   sea"),
+        ([*smile, *smile, sea], "\U0001f600\U0001f600 sea"),
+    ):
+        decoder = IncrementalDecoder(tokenizer)
+        pieces = [decoder.push(token_id) for token_id in ids]
+        assert "".join([*pieces, decoder.flush()]) == tokenizer.decode(ids) == text
+        assert all(REPLACEMENT not in piece for piece in pieces)
+
+
+def test_bytes_that_are_no_text_do_not_silence_what_follows() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    smile = [6 + byte for byte in "\U0001f600".encode()]
+    decoder = IncrementalDecoder(tokenizer)
+    pieces = [decoder.push(token_id) for token_id in [*smile, *[6 + 0x80] * 9, 1, 2, 1, 2]]
+    assert pieces[3] == "\U0001f600"
+    assert "".join(pieces).endswith(" the sea the sea")
 
 
 def generate(script_text: str, **params: object) -> tuple[list[str], str | None]:
