@@ -52,15 +52,19 @@ def interpret(
     tensors: Mapping[str, Tensor],
     wanted: Sequence[str],
     *,
+    views: Mapping[str, tuple[str, int]] | None = None,
     cache_dir: Path | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> dict[str, Tensor]:
     """Run `calls` in turn in one subprocess, on copies of `tensors`; returns the tensors in `wanted` as they are then.
 
+    `views` adds tensors that share memory with given ones: by key, the source's key and how many of its first rows.
+
     Raises ProgramError when an argument does not fit its program (before anything runs in that call) or a call fails,
     and ToolchainError when the subprocess overruns `timeout_s` or PyPTO is missing.
     """
-    known = set(tensors).union(*(call.results.values() for call in calls))
+    views = dict(views or {})
+    known = set(tensors).union(views, *(call.results.values() for call in calls))
     for call in calls:
         missing = sorted(set(call.bindings.values()) - known)
         if missing:
@@ -74,6 +78,7 @@ def interpret(
             "kind": "run",
             "library": str(build_calculator(cache_dir)),
             "calls": [call.to_json() for call in calls],
+            "views": views,
             "wanted": list(wanted),
         }
         run_request(folder, request, timeout_s)

@@ -97,6 +97,7 @@ def _check(request: Mapping[str, Any]) -> dict[str, Any]:
 def _run(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Interpret the request's calls in turn on the tensors of `inputs.safetensors`."""
     tensors = load_file(folder / "inputs.safetensors")
+    tensors |= {key: tensors[source][:rows] for key, (source, rows) in request["views"].items()}
     for call in request["calls"]:
         program = program_from_json(call["program"])
         bound = {name: tensors[key] for name, key in call["bindings"].items()}
@@ -106,7 +107,7 @@ def _run(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         arguments = check_arguments(program, bound)
         build_kernel(program, simulation_options(verify=True))(*arguments)
         tensors.update({key: bound[name] for name, key in call["results"].items()})
-    save_file({key: tensors[key] for key in request["wanted"]}, folder / "outputs.safetensors")
+    save_file({key: tensors[key].clone() for key in request["wanted"]}, folder / "outputs.safetensors")
     return {"calls": len(request["calls"])}
 
 

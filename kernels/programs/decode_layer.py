@@ -198,8 +198,8 @@ class DecodeLayer(Program):
         return tensors
 
     def units(self) -> int:
-        """Prologue, one body per page of every row and key/value head, epilogue."""
-        return 2 + self.spec.num_kv_heads * sum(-(-tokens // PAGE_TOKENS) for tokens in self.spec.contexts)
+        """Prologue, one body per page of every row, epilogue."""
+        return 2 + sum(-(-tokens // PAGE_TOKENS) for tokens in self.spec.contexts)
 
     def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The golden layer on copies of the caches, and the query rows that the prologue hands to attention."""

@@ -1,8 +1,9 @@
 """The PyPTO kernel of `decode_layer`: one W8A8 decoder layer over a batch of single tokens.
 
 Three stages, joined by scratch arguments: a prologue (norm, quantize, QKV, norms, RoPE, cache write), attention over
-the pages of each sequence and key/value head, and an epilogue (output projection, residual, MLP). Each stage is a
-`pypto.loop`, so that the next one starts after it. Annotations must be objects: no postponed evaluation here.
+the pages of each row, and an epilogue (output projection, residual, MLP). Each stage is a `pypto.loop`, so that the
+next one starts after it. Attention does the matrix products head by head and the softmax for all heads of a row at
+once. Annotations must be objects: no postponed evaluation here.
 """
 
 # Parameters are annotated with values, which a type checker does not follow.
@@ -16,6 +17,9 @@ from kernels.goldens import PAGE_TOKENS
 from kernels.programs import blocks
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
 from kernels.tiles import choose_cube_tile
+
+SOFTMAX_ROWS = 64
+"""Most heads in one vector tile: 64 x 128 FP32 values are 32 KB, several of which are alive at once."""
 
 
 def build(program: DecodeLayer, options: dict[str, Any]) -> Any:
@@ -68,8 +72,7 @@ def build(program: DecodeLayer, options: dict[str, Any]) -> Any:
             )
         for row in pypto.loop(0, spec.batch_rows, 1, name="ROWS", idx_name="row", submit_before_loop=True):
             tokens = context_tokens[row]
-            for head in pypto.loop(0, spec.num_kv_heads, 1, name="HEADS", idx_name="head"):
-                _attend(spec, row, head, tokens, block_table, q_rows, k_cache, v_cache, context_rows)
+            _attend(spec, row, tokens, block_table, q_rows, (k_cache, v_cache), context_rows)
         for _ in pypto.loop(0, 1, 1, name="EPILOGUE", idx_name="epilogue", submit_before_loop=True):
             _epilogue(
                 spec,
@@ -117,43 +120,27 @@ def _prologue(spec: DecodeLayerSpec, inputs: Any, weights: Any, vectors: Any, ta
 
 
 def _attend(
-    spec: DecodeLayerSpec,
-    row: Any,
-    head: Any,
-    tokens: Any,
-    block_table: Any,
-    q_rows: Any,
-    k_cache: Any,
-    v_cache: Any,
-    context_rows: Any,
+    spec: DecodeLayerSpec, row: Any, tokens: Any, block_table: Any, q_rows: Any, caches: Any, context_rows: Any
 ) -> None:
-    """Online softmax of one row and key/value head over the row's pages; writes the group's context."""
-    dim, group = spec.head_dim, spec.num_heads // spec.num_kv_heads
-    first_query = row * spec.num_heads + head * group
+    """Online softmax of one row over its pages, all heads at once; writes the row's context."""
+    dim, heads = spec.head_dim, spec.num_heads
     pages = (tokens + PAGE_TOKENS - 1) // PAGE_TOKENS
-    accumulator = pypto.tensor([group, dim], pypto.DT_FP32, "accumulator")
-    total = pypto.tensor([group, 1], pypto.DT_FP32, "total")
-    maximum = pypto.tensor([group, 1], pypto.DT_FP32, "maximum")
+    accumulator = pypto.tensor([heads, dim], pypto.DT_FP32, "accumulator")
+    total = pypto.tensor([heads, 1], pypto.DT_FP32, "total")
+    maximum = pypto.tensor([heads, 1], pypto.DT_FP32, "maximum")
     for page in pypto.loop(0, pages, 1, name="PAGES", idx_name="page"):
         first_slot = block_table[row, page] * PAGE_TOKENS
         valid = pypto.min(tokens - page * PAGE_TOKENS, PAGE_TOKENS)
-        query = pypto.view(q_rows, [group, dim], [first_query, 0])
-        keys = pypto.view(k_cache, [PAGE_TOKENS, dim], [first_slot, head * dim], valid_shape=[valid, dim])
-        values = pypto.view(v_cache, [PAGE_TOKENS, dim], [first_slot, head * dim], valid_shape=[valid, dim])
-        pypto.set_cube_tile_shapes([16, 16], [dim, dim], [PAGE_TOKENS, PAGE_TOKENS])
-        products = pypto.matmul(query, keys, pypto.DT_FP32, b_trans=True)
-        pypto.set_vec_tile_shapes(group, PAGE_TOKENS)
-        scores = pypto.mul(products, dim**-0.5)
+        k_cache, v_cache = caches
+        scores = pypto.mul(_scores(spec, row, first_slot, valid, q_rows, k_cache), dim**-0.5)
         page_maximum = pypto.amax(scores, -1, keepdim=True)
         if pypto.cond(pypto.is_loop_begin(page)):
             weights = blocks.to_bf16(pypto.exp(pypto.sub(scores, page_maximum)))
             page_total = pypto.sum(blocks.to_fp32(weights), -1, keepdim=True)
-            pypto.set_cube_tile_shapes([16, 16], [PAGE_TOKENS, PAGE_TOKENS], [dim, dim])
-            part = pypto.matmul(weights, values, pypto.DT_FP32)
-            pypto.set_vec_tile_shapes(group, dim)
+            part = _weighted_values(spec, first_slot, valid, weights, v_cache)
             if pypto.cond(pypto.is_loop_end(page)):
                 result = blocks.to_bf16(pypto.div(part, page_total))
-                pypto.assemble(result, [first_query, 0], context_rows)
+                pypto.assemble(result, [row * heads, 0], context_rows)
             else:
                 accumulator[:] = part
                 total[:] = page_total
@@ -164,17 +151,41 @@ def _attend(
             rescale = pypto.exp(pypto.sub(maximum, new_maximum))
             page_total = pypto.sum(blocks.to_fp32(weights), -1, keepdim=True)
             new_total = pypto.add(pypto.mul(total, rescale), page_total)
-            pypto.set_cube_tile_shapes([16, 16], [PAGE_TOKENS, PAGE_TOKENS], [dim, dim])
-            part = pypto.matmul(weights, values, pypto.DT_FP32)
-            pypto.set_vec_tile_shapes(group, dim)
+            part = _weighted_values(spec, first_slot, valid, weights, v_cache)
             new_accumulator = pypto.add(pypto.mul(accumulator, rescale), part)
             if pypto.cond(pypto.is_loop_end(page)):
                 result = blocks.to_bf16(pypto.div(new_accumulator, new_total))
-                pypto.assemble(result, [first_query, 0], context_rows)
+                pypto.assemble(result, [row * heads, 0], context_rows)
             else:
                 accumulator[:] = new_accumulator
                 total[:] = new_total
                 maximum[:] = new_maximum
+
+
+def _scores(spec: DecodeLayerSpec, row: Any, first_slot: Any, valid: Any, q_rows: Any, k_cache: Any) -> Any:
+    """Products of every query head with a page's keys: FP32 `[heads, 128]`, `valid` columns of them valid."""
+    dim, heads, group = spec.head_dim, spec.num_heads, spec.num_heads // spec.num_kv_heads
+    pypto.set_cube_tile_shapes([16, 16], [dim, dim], [PAGE_TOKENS, PAGE_TOKENS])
+    pypto.set_vec_tile_shapes(min(heads, SOFTMAX_ROWS), PAGE_TOKENS)
+    scores = pypto.tensor([heads, PAGE_TOKENS], pypto.DT_FP32, "scores")
+    for head in range(spec.num_kv_heads):
+        query = pypto.view(q_rows, [group, dim], [row * heads + head * group, 0])
+        keys = pypto.view(k_cache, [PAGE_TOKENS, dim], [first_slot, head * dim], valid_shape=[valid, dim])
+        pypto.assemble(pypto.matmul(query, keys, pypto.DT_FP32, b_trans=True), [head * group, 0], scores)
+    return pypto.view(scores, [heads, PAGE_TOKENS], [0, 0], valid_shape=[heads, valid])
+
+
+def _weighted_values(spec: DecodeLayerSpec, first_slot: Any, valid: Any, weights: Any, v_cache: Any) -> Any:
+    """Every head's weights BF16 `[heads, 128]` by a page's values: FP32 `[heads, dim]`."""
+    dim, heads, group = spec.head_dim, spec.num_heads, spec.num_heads // spec.num_kv_heads
+    pypto.set_cube_tile_shapes([16, 16], [PAGE_TOKENS, PAGE_TOKENS], [dim, dim])
+    context = pypto.tensor([heads, dim], pypto.DT_FP32, "context")
+    for head in range(spec.num_kv_heads):
+        share = pypto.view(weights, [group, PAGE_TOKENS], [head * group, 0], valid_shape=[group, valid])
+        values = pypto.view(v_cache, [PAGE_TOKENS, dim], [first_slot, head * dim], valid_shape=[valid, dim])
+        pypto.assemble(pypto.matmul(share, values, pypto.DT_FP32), [head * group, 0], context)
+    pypto.set_vec_tile_shapes(min(heads, SOFTMAX_ROWS), dim)
+    return pypto.view(context, [heads, dim], [0, 0], valid_shape=[heads, dim])
 
 
 def _epilogue(spec: DecodeLayerSpec, inputs: Any, weights: Any, out: Any) -> None:

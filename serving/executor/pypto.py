@@ -145,24 +145,31 @@ class HostPrograms:
             caches += [f"k_cache.{index}", f"v_cache.{index}"]
             per_layer = {key.rpartition(".")[0]: key for key in (*slab, *caches[-2:])}
             calls.append(Call(layer, {"x": f"x.{index}", **rows, **per_layer}, {"out": f"x.{index + 1}"}))
-        hidden = f"x.{config.num_layers}"
-        done = interpret(calls, tensors, [*caches, hidden])
+        views = {}
+        if with_logits:
+            # The last layer writes the first rows of a full window, on which the LM head then runs.
+            last = calls.pop()
+            calls += [Call(last.program, {**last.bindings, "out": "last_rows"}), self._head_call()]
+            tensors |= {
+                "window": window.x.new_zeros(BATCH_WINDOW_ROWS, config.hidden_size),
+                "lm_head_weight": slabs.tensors["lm_head_weight"],
+                "final_norm": slabs.tensors["final_norm_weight"],
+            }
+            views["last_rows"] = ("window", len(window.positions))
+        done = interpret(calls, tensors, [*caches, "logits"] if with_logits else caches, views=views)
         for index in range(config.num_layers):
             self._k_cache[index, used] = done[f"k_cache.{index}"].view(len(used), PAGE_TOKENS, -1)
             self._v_cache[index, used] = done[f"v_cache.{index}"].view(len(used), PAGE_TOKENS, -1)
-        return self._logits(done[hidden]) if with_logits else None
+        return done.get("logits")
 
     def close(self) -> None:
         """Drop the caches."""
         self._k_cache = self._v_cache = torch.empty(0)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        slabs = self._slabs
-        head = LmHeadGreedy(LmHeadSpec.of(slabs.config, BATCH_WINDOW_ROWS))
-        x = torch.cat([hidden, hidden.new_zeros(BATCH_WINDOW_ROWS - len(hidden), hidden.shape[1])])
-        tensors = {"x": x, "weight": slabs.tensors["lm_head_weight"], "final_norm": slabs.tensors["final_norm_weight"]}
-        call = Call(head, {name: name for name in tensors}, {"logits": "logits"})
-        return interpret([call], tensors, ["logits"])["logits"]
+    def _head_call(self) -> Call:
+        head = LmHeadGreedy(LmHeadSpec.of(self._slabs.config, BATCH_WINDOW_ROWS))
+        bindings = {"x": "window", "weight": "lm_head_weight", "final_norm": "final_norm"}
+        return Call(head, bindings, {"logits": "logits"})
 
 
 def npu_available() -> bool:
