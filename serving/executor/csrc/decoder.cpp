@@ -3,8 +3,6 @@
 // The arithmetic is that of kernels/goldens.py. Rows (tokens) are independent but for the cache: all keys and values of a
 // layer are written before any row attends. Work is split over output columns, rows or heads, never over a reduction, so
 // no result depends on batch size, chunking or thread count.
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -12,168 +10,24 @@
 #include <cstring>
 #include <exception>
 #include <memory>
-#include <new>
 #include <vector>
 
 #include "attention.hpp"
 #include "bf16_linear.hpp"
+#include "decoder_abi.hpp"
 #include "int8_linear.hpp"
+#include "packed_weights.hpp"
+#include "row_math.hpp"
 #include "thread_pool.hpp"
 #include "vector_math.hpp"
 
 namespace decoder {
-
-extern "C" {
-
-struct DecoderShape {
-    int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, real_vocab, num_pages, max_rows, threads;
-    float rms_norm_eps;
-    float attention_scale;
-};
-
-// Slabs of the contract; absent ones (biases, QK norms, the scale of a BF16 down projection) are null.
-struct DecoderSlabs {
-    const uint16_t* embed_weight;
-    const float* input_rms_weight;
-    const int8_t *wq, *wk, *wv;
-    const float *wq_scale, *wk_scale, *wv_scale;
-    const float *q_bias, *k_bias, *v_bias;
-    const float *q_norm_weight, *k_norm_weight;
-    const int8_t* wo;
-    const float* wo_scale;
-    const float* post_rms_weight;
-    const int8_t *w_gate, *w_up;
-    const float *w_gate_scale, *w_up_scale;
-    const void* w_down;
-    const float* w_down_scale;
-    const float* final_norm_weight;
-    const uint16_t* lm_head_weight;
-    const float *rope_cos, *rope_sin;
-    uint16_t *k_cache, *v_cache;  // [layers * pages * 128, kv_size]
-};
-
-// `tables` is [sequences, table_stride]; `sequence` names a row's table; `logit_rows` names the rows to return.
-struct DecoderStep {
-    int32_t rows, table_stride, logit_count;
-    const int32_t *token_ids, *positions, *sequence, *tables, *logit_rows;
-    float* logits;  // [logit_count, real_vocab]
-};
-}
-
-// Anonymous memory for packed weights, in huge pages where the system offers them: a decode step walks all of it.
-class Arena {
-  public:
-    explicit Arena(size_t bytes) : bytes_((bytes + kHuge - 1) / kHuge * kHuge) {
-        void* address = mmap(nullptr, bytes_ + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (address == MAP_FAILED) throw std::bad_alloc();
-        mapping_ = address;
-        const uintptr_t aligned = (reinterpret_cast<uintptr_t>(address) + kHuge - 1) / kHuge * kHuge;
-        next_ = reinterpret_cast<char*>(aligned);
-        end_ = next_ + bytes_;
-#if defined(MADV_HUGEPAGE)
-        madvise(next_, bytes_, MADV_HUGEPAGE);
-#endif
-    }
-    ~Arena() { munmap(mapping_, bytes_ + kHuge); }
-    Arena(const Arena&) = delete;
-    Arena& operator=(const Arena&) = delete;
-
-    template <class T>
-    T* take(size_t count) {
-        const size_t bytes = aligned(count * sizeof(T));
-        if (bytes > static_cast<size_t>(end_ - next_)) throw std::bad_alloc();
-        T* result = reinterpret_cast<T*>(next_);
-        next_ += bytes;
-        return result;
-    }
-    static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-  private:
-    static constexpr size_t kHuge = size_t{1} << 21;
-    size_t bytes_;
-    void* mapping_;
-    char *next_, *end_;
-};
-
-// Where a block of 32 packed columns comes from and goes to.
-struct Block {
-    const void* weight;  // row-major source, [k, columns]
-    int columns, column;
-    const float *scale, *bias;
-    int out_column;
-};
-
-// An INT8 weight of k inputs, packed: per block the codes, the accumulators' start, the dequantization scale and bias.
-struct Int8Weight {
-    int k = 0;
-    int8_t* codes = nullptr;
-    int32_t* start = nullptr;
-    float *scale = nullptr, *bias = nullptr;
-    std::vector<Block> blocks;
-
-    static size_t bytes(int k, size_t blocks) {
-        return Arena::aligned(blocks * k * kBlockColumns) + 3 * Arena::aligned(blocks * kBlockColumns * 4);
-    }
-    void allocate(Arena& arena) {
-        const size_t columns = blocks.size() * kBlockColumns;
-        codes = arena.take<int8_t>(columns * k);
-        start = arena.take<int32_t>(columns);
-        scale = arena.take<float>(columns);
-        bias = arena.take<float>(columns);
-    }
-    const int8_t* block_codes(int index) const { return codes + static_cast<size_t>(index) * k * kBlockColumns; }
-    int valid(int index) const { return std::min(kBlockColumns, blocks[index].columns - blocks[index].column); }
-
-    void pack(int index) {
-        const Block& block = blocks[index];
-        int8_t* target = codes + static_cast<size_t>(index) * k * kBlockColumns;
-        const auto* weight = static_cast<const int8_t*>(block.weight);
-        int8_pack_block(weight, k, block.columns, block.column, target, start + index * kBlockColumns);
-        for (int c = 0; c < valid(index); ++c) {
-            scale[index * kBlockColumns + c] = block.scale ? block.scale[block.column + c] : 1.0f;
-            bias[index * kBlockColumns + c] = block.bias ? block.bias[block.column + c] : 0.0f;
-        }
-    }
-};
-
-void append_blocks(std::vector<Block>& blocks, const int8_t* weight, int columns, const float* scale, const float* bias,
-    int out_column) {
-    for (int column = 0; column < columns; column += kBlockColumns)
-        blocks.push_back({weight, columns, column, scale, bias, out_column + column});
-}
 
 struct Layer {
     Int8Weight qkv, out, gate_up, down;
     uint16_t* down_bf16 = nullptr;  // packed, when the down projection is BF16
     bool has_bias = false;
 };
-
-// One row: RMS norm in FP32, sixteen lanes, narrowed to BF16. `out` may not overlap `x`.
-void rms_norm_row(const float* x, const float* gamma, int size, float eps, bool narrow, float* out) {
-    Lanes sum = L::splat(0.0f);
-    for (int i = 0; i < size; i += kLanes) {
-        const Lanes v = L::load(x + i);
-        sum = sum + v * v;
-    }
-    const float inverse = 1.0f / std::sqrt(lane_sum(sum) / static_cast<float>(size) + eps);
-    for (int i = 0; i < size; i += kLanes) {
-        const Lanes v = L::load(x + i) * L::splat(inverse) * L::load(gamma + i);
-        L::store(out + i, narrow ? L::round_bf16(v) : v);
-    }
-}
-
-// One row of BF16-representable values to INT8 codes; returns the activation scale amax / 127.
-float quantize_row(const float* x, int size, Code* codes) {
-    Lanes largest = L::splat(1e-4f);
-    for (int i = 0; i < size; i += kLanes) largest = L::max(L::abs(L::load(x + i)), largest);
-    const float amax = lane_max(largest);
-    const Lanes factor = L::splat(127.0f / amax);
-    for (int i = 0; i < size; i += kLanes) {
-        const Lanes code = L::round_even(L::load(x + i) * factor);
-        store_codes(codes + i, L::min(L::max(code, L::splat(-127.0f)), L::splat(127.0f)));
-    }
-    return amax / 127.0f;
-}
 
 class Decoder {
   public:
