@@ -63,7 +63,9 @@ def _python() -> Check:
     version = platform.python_version()
     supported = (3, 11) <= sys.version_info[:2] < (3, 13) and sys.platform == "linux"
     advice = "" if supported else "use CPython 3.11 or 3.12 on Linux (x86-64 or aarch64): pypto has no other wheels"
-    return Check("python", "ok" if supported else "missing", f"{version} on {sys.platform} {platform.machine()}", advice)
+    return Check(
+        "python", "ok" if supported else "missing", f"{version} on {sys.platform} {platform.machine()}", advice
+    )
 
 
 def _package(name: str, wanted: str) -> Check:
@@ -72,7 +74,9 @@ def _package(name: str, wanted: str) -> Check:
     except importlib.metadata.PackageNotFoundError:
         return Check(name, "missing", "not installed", f"pip install {name}=={wanted}")
     if version.split("+")[0] != wanted:
-        return Check(name, "missing", version, f"pip install {name}=={wanted} (internals of this version are relied on)")
+        return Check(
+            name, "missing", version, f"pip install {name}=={wanted} (internals of this version are relied on)"
+        )
     return Check(name, "ok", version)
 
 

@@ -1,12 +1,11 @@
 """The release flow: a source checkpoint in, a measured, gated and promoted bundle out.
 
-Every step is a Prefect task whose result is cached by the content that went in; a rerun, after a kill or a month
+Every long step is a Prefect task whose result is cached by the content that went in; a rerun, after a kill or a month
 later, does again only what has changed. The flow reads like its table of contents.
 """
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,10 +14,9 @@ from prefect.runtime import flow_run
 from pydantic import Field
 
 from flows import console
+from flows.reaper import no_orphans
 from flows.settings import NAME_PATTERN, check_environment, check_name, resolve_store
 from tasks.steps import StepRecord, find_record
-
-logger = logging.getLogger(__name__)
 
 Platform = Literal["cpu", "sim", "a2a3"]
 Promote = Literal["auto", "manual", "never"]
@@ -27,7 +25,7 @@ Promote = Literal["auto", "manual", "never"]
 @flow(name="release", persist_result=False, log_prints=False, validate_parameters=True)
 def release(
     source: Annotated[str, Field(min_length=1)],
-    name: Annotated[str, Field(pattern=NAME_PATTERN.pattern)] | None = None,
+    name: Annotated[str, Field(pattern=f"^{NAME_PATTERN.pattern}$")] | None = None,
     recipe: dict[str, Any] | str | None = None,
     platform: Platform = "cpu",
     store: str | None = None,
@@ -41,62 +39,142 @@ def release(
     the candidate, `never` only stores the bundle. A failed gate is in the answer (`promoted` false); bad input and a
     program that fails to verify raise.
     """
-    # Heavy libraries are imported here and not at the top: a deployment's start is dominated by imports.
-    from flows.reaper import no_orphans
-    from quantize.recipe import read_recipe
-    from tasks import bundle, gate, measure, promote as promotion, quality, quantize, source as sources, stage, track
-    from tasks import programs as program_tasks
+    # The layers below are imported here and not at the top: a deployment's start is dominated by imports.
+    from quantize.recipe import load_recipe, parse_recipe
+    from serving.store import CHAMPION
+    from tasks import bundle, evidence, gate, measure, programs, quality, quantize, stage, track
+    from tasks import promote as promotion
+    from tasks import source as sources
     from tasks.errors import ProgramsFailedError
 
     check_environment()
-    root = resolve_store(store)
-    chosen = read_recipe(recipe)
-    measure.check_platform(platform)
+    folder = resolve_store(store)
     release_name = check_name(name or Path(source).resolve().name.removesuffix(".gguf"))
-    tracking = track.Tracking.of_store(root.root)
-    work = str(root.work)
+    chosen = (
+        parse_recipe(recipe, "recipe") if isinstance(recipe, dict) else load_recipe(Path(recipe) if recipe else None)
+    )
+    measure.check_platform(platform)
+    tracking = track.Tracking.of_store(folder.root)
+    recipe_json = chosen.model_dump(mode="json")
+    lines = console.current()
     with no_orphans():
-        with console.current().step("check source") as line:
-            origin = sources.identify_source(source, work)
+        with lines.step("check source") as line:
+            origin = sources.identify_source(source, str(folder.work))
             line.outcome = f"digest {origin.digest[:12]}"
-
-        checkpoint = cached_step(
+        checkpoint = cached(
             quantize.quantize_step,
-            root.work,
+            folder.work,
             "quantize",
             quantize.quantize_key(origin, chosen),
             source=origin.path,
-            recipe=chosen.model_dump(mode="json"),
+            recipe=recipe_json,
         )
-        slabs = cached_step(
+        slabs = cached(
             stage.stage_step,
-            root.work,
+            folder.work,
             "stage",
             stage.stage_key(checkpoint.facts["digest"], chosen.down),
             checkpoint=str(checkpoint.out),
             down=chosen.down,
         )
-        programs = cached_step(
-            program_tasks.programs_step,
-            root.work,
-            "programs",
-            program_tasks.key_of_checkpoint(checkpoint.out, chosen.down),
-            checkpoint=str(checkpoint.out),
-            down=chosen.down,
-        )
-        measured_quality = cached_step(
+        try:
+            verified = cached(
+                programs.programs_step,
+                folder.work,
+                "programs",
+                programs.key_of_checkpoint(checkpoint.out, chosen.down),
+                checkpoint=str(checkpoint.out),
+                down=chosen.down,
+            )
+        except ProgramsFailedError as error:
+            track.log_failure(tracking, evidence.failed_programs(release_name, origin, chosen, error.reports))
+            raise
+        measured_quality = cached(
             quality.quality_step,
-            root.work,
+            folder.work,
             "quality",
             quality.quality_key(origin.digest, slabs.facts["digest"], quality_tokens),
             source=origin.path,
             slabs=str(slabs.out),
             max_tokens=quality_tokens,
         )
-    return {}
+        with lines.step("bundle") as line:
+            stored = bundle.bundle_step(
+                str(folder.root), release_name, origin.digest, recipe_json, checkpoint, slabs, verified
+            )
+            line.outcome = f"{'reused' if stored.existed else 'done'}, digest {stored.digest[:12]}"
+        speed = cached(
+            measure.speed_step,
+            folder.work,
+            "tpot",
+            measure.speed_key(stored.digest, platform),
+            store=str(folder.root),
+            digest=stored.digest,
+            platform=platform,
+            layers=stored.layers,
+            programs=verified.facts["programs"],
+        )
+        with lines.step("gate") as line:
+            gates = gate.gate_step(recipe_json["gates"], measured_quality.facts, speed.facts["tpot_ms"])
+            failed = [result.name for result in gates if not result.passed]
+            line.outcome = f"{len(gates) - len(failed)} of {len(gates)} hold" + (
+                f"; failed: {', '.join(failed)}" if failed else ""
+            )
+        run_id = flow_run.get_id()
+        found = evidence.collect(
+            evidence.Findings(
+                name=release_name,
+                digest=stored.digest,
+                platform=platform,
+                source=origin,
+                recipe=chosen,
+                quantize=checkpoint.facts,
+                slab_bytes=slabs.facts["bytes"],
+                programs=verified.facts["programs"],
+                quality=measured_quality.facts,
+                tpot=speed.facts,
+                gates=gates,
+                prefect_run_id=run_id,
+            )
+        )
+        with lines.step("log to MLflow") as line:
+            reports = Path(stored.path) / "reports"
+            bundle.make_reports(found, reports)
+            tracked = track.track_step(tracking, found, str(reports))
+            line.outcome = f"run {tracked.run_id}" if tracked.run_id else "not available; the evidence is kept"
+            bundle.evidence_step(stored.path, found, tracked.run_id)
+        with lines.step("promote") as line:
+            moved = [
+                promotion.promote_step(
+                    str(folder.root), stored.digest, alias, f"release {run_id}", tracking.model_dump()
+                )
+                for alias in aliases_to_move(promote, passed=found["passed"])
+            ]
+            outcome = "; ".join(step.message for step in moved) or why_not(promote, failed)
+            line.outcome = outcome
+    champion = moved[-1] if moved and moved[-1].alias == CHAMPION else None
+    return {
+        "digest": stored.digest,
+        "name": release_name,
+        "path": stored.path,
+        "promoted": champion is not None and champion.promoted,
+        "promotion": outcome,
+        "gates": found["gates"],
+        "quality": measured_quality.facts,
+        "programs": verified.facts["programs"],
+        "platform": platform,
+        "tpot": speed.facts,
+        "tpot_ms": speed.facts["tpot_ms"],
+        "ttft_ms": speed.facts["ttft_ms"],
+        "mlflow_run_id": tracked.run_id,
+        "mlflow_model_version": tracked.model_version,
+        "mlflow_uri": tracking.uri,
+        "tracking_problem": tracked.problem,
+        "prefect_run_id": run_id,
+    }
 
 
-def cached_step(task: Any, work: Path, step: str, key: str, **parameters: Any) -> StepRecord:
+def cached(task: Any, work: Path, step: str, key: str, **parameters: Any) -> StepRecord:
     """Run a step task, or reuse what it left under `key` after checking that the files are what was recorded."""
     with console.current().step(step) as line:
         whole = find_record(work, step, key) is not None
@@ -104,6 +182,19 @@ def cached_step(task: Any, work: Path, step: str, key: str, **parameters: Any) -
             step=step, key=key, work=str(work), **parameters, return_state=True
         )
         record: StepRecord = state.result()
-        reused = state.name == "Cached" or whole
-        line.outcome = f"{'reused' if reused else 'done'}, {record.digest[:12]}"
+        line.outcome = f"{'reused' if whole else 'done'}, {str(record.facts.get('digest', record.digest))[:12]}"
     return record
+
+
+def aliases_to_move(promote: Promote, *, passed: bool) -> list[Literal["candidate", "champion"]]:
+    """Which aliases a release moves, in order: both, the candidate alone, or none."""
+    if not passed or promote == "never":
+        return []
+    return ["candidate", "champion"] if promote == "auto" else ["candidate"]
+
+
+def why_not(promote: Promote, failed_gates: list[str]) -> str:
+    """Why nothing was promoted, for people."""
+    if failed_gates:
+        return f"not promoted: {', '.join(failed_gates)} failed"
+    return "not promoted: asked for --promote never" if promote == "never" else "not promoted"

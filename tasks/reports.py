@@ -99,7 +99,8 @@ def _page(evidence: Mapping[str, Any], plots: Sequence[Path]) -> str:
         "PyPTO programs": [
             (
                 program["name"],
-                f"{program['status']}, {len(program['passes'])} passes, {_number(program['simulated_us'])} us simulated",
+                f"{program['status']}, {len(program['passes'])} passes, "
+                f"{_number(program['simulated_us'])} us simulated",
             )
             for program in evidence["programs"]
         ],

@@ -7,22 +7,21 @@ from typing import Any
 
 from prefect import task
 
-from kernels.contract import fingerprint
+from kernels.contract import DownDtype, fingerprint
 from kernels.staging import stage_checkpoint
-from quantize.recipe import DownVariant
 from tasks import progress
 from tasks.caching import STEP_TASK
 from tasks.steps import StepRecord, run_step, step_key
 
 
-def stage_key(checkpoint_digest: str, down: DownVariant) -> str:
+def stage_key(checkpoint_digest: str, down: DownDtype) -> str:
     """Content key of the step: the checkpoint's payload digest, the variant and the contract's fingerprint."""
     return step_key(
         "stage", ("quantize", "kernels"), checkpoint=checkpoint_digest, down=down, contract=fingerprint(down)
     )
 
 
-def stage_weights(work: Path, key: str, checkpoint: Path, down: DownVariant) -> StepRecord:
+def stage_weights(work: Path, key: str, checkpoint: Path, down: DownDtype) -> StepRecord:
     """Stage `checkpoint` into slabs; facts: slab digest, the table of tensors, bytes."""
 
     def build(out: Path) -> dict[str, Any]:
@@ -33,6 +32,6 @@ def stage_weights(work: Path, key: str, checkpoint: Path, down: DownVariant) -> 
 
 
 @task(name="stage", **STEP_TASK)
-def stage_step(step: str, key: str, work: str, checkpoint: str, down: DownVariant) -> StepRecord:
+def stage_step(step: str, key: str, work: str, checkpoint: str, down: DownDtype) -> StepRecord:
     """Prefect task over `stage_weights`, cached under `key`."""
     return stage_weights(Path(work), key, Path(checkpoint), down)

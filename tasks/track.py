@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -94,6 +95,13 @@ def log_or_keep(tracking: Tracking, evidence: Mapping[str, Any], reports: Path) 
         return Tracked(run_id=None, model_version=None, problem=f"{error}; the evidence waits in {folder}")
 
 
+def log_failure(tracking: Tracking, evidence: Mapping[str, Any]) -> Tracked:
+    """Log a release that stopped before it had a bundle, so that the failed try can be reviewed too."""
+    with tempfile.TemporaryDirectory() as reports:
+        write_json(Path(reports) / "programs.json", evidence["programs"])
+        return log_or_keep(tracking, evidence, Path(reports))
+
+
 def flush_pending(tracking: Tracking) -> list[Tracked]:
     """Log every release whose evidence waits; each is removed once MLflow has it. Raises `TrackingError`."""
     logged = []
@@ -115,7 +123,7 @@ def pending(tracking: Tracking) -> list[Path]:
 
 
 def mirror_alias(tracking: Tracking, digest: str, alias: str) -> str | None:
-    """Point the alias of the registered model at the version of `digest`; returns the version, None if unknown there."""
+    """Point the registered model's alias at the version of `digest`; returns the version, None if unknown there."""
     with _client(tracking) as client:
         versions = client.search_model_versions(f"tags.digest = '{digest}'")
         if not versions:
@@ -185,9 +193,7 @@ def _register(client: MlflowClient, name: str, digest: str, run_id: str) -> str:
     known = client.search_model_versions(f"name = '{name}' and tags.digest = '{digest}'")
     if known:
         return str(max(known, key=lambda version: int(version.version)).version)
-    version = client.create_model_version(
-        name, source=f"runs:/{run_id}/bundle", run_id=run_id, tags={"digest": digest}
-    )
+    version = client.create_model_version(name, source=f"runs:/{run_id}/bundle", run_id=run_id, tags={"digest": digest})
     return str(version.version)
 
 

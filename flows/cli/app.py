@@ -8,7 +8,7 @@ import sys
 import typer
 
 from flows.cli import bundles, deploy, doctor, programs, weights
-from flows.cli.output import EXIT_FAILED, EXIT_USAGE, Failed, complain, emit_json
+from flows.cli.output import EXIT_FAILED, EXIT_USAGE, FailedError, complain, emit_json
 from flows.settings import UsageError, check_environment
 from kernels.errors import KernelsError
 from quantize.errors import QuantizeError
@@ -32,7 +32,7 @@ def main() -> None:
     try:
         check_environment()
         app()
-    except (Failed, ProgramsFailedError) as error:
+    except (FailedError, ProgramsFailedError) as error:
         _end(error, EXIT_FAILED)
     except (UsageError, QuantizeError, KernelsError, ServingError, TasksError) as error:
         _end(error, EXIT_USAGE)
@@ -46,6 +46,6 @@ def main() -> None:
 
 def _end(error: Exception, exit_code: int) -> None:
     complain(str(error))
-    if "--json" in sys.argv and not isinstance(error, Failed):
+    if "--json" in sys.argv and not isinstance(error, FailedError):
         emit_json({"error": str(error), "kind": type(error).__name__, "exit_code": exit_code})
     sys.exit(exit_code)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import typer
 
-from flows.cli.output import JSON_OPTION, STORE_OPTION, Failed, emit_json, emit_table
+from flows.cli.output import JSON_OPTION, STORE_OPTION, FailedError, emit_json, emit_table
 from flows.settings import configure_environment, resolve_store
 
 
@@ -28,4 +28,4 @@ def doctor(store: str | None = STORE_OPTION, as_json: bool = JSON_OPTION) -> Non
         rows = [[check.name, check.status, check.found, check.advice] for check in checks]
         emit_table("This machine", ["what", "status", "found", "do"], rows)
     if missing := [check.name for check in checks if check.status == "missing"]:
-        raise Failed(f"missing: {', '.join(missing)}")
+        raise FailedError(f"missing: {', '.join(missing)}")

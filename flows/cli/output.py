@@ -18,7 +18,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 
-class Failed(Exception):
+class FailedError(Exception):
     """A gate or a validation failed after the answer was printed; exit code 1."""
 
 

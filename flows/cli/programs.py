@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from flows import console
-from flows.cli.output import JSON_OPTION, Failed, emit_json, emit_table
+from flows.cli.output import JSON_OPTION, FailedError, emit_json, emit_table
 from flows.settings import UsageError
 
 if TYPE_CHECKING:
@@ -38,9 +38,7 @@ def list_programs(model: str = MODEL_OPTION, as_json: bool = JSON_OPTION) -> Non
         emit_table(f"Programs of {model}", list(cases[0]), [list(case.values()) for case in cases])
 
 
-def verify(
-    model: str = MODEL_OPTION, program: list[str] | None = PROGRAM_OPTION, as_json: bool = JSON_OPTION
-) -> None:
+def verify(model: str = MODEL_OPTION, program: list[str] | None = PROGRAM_OPTION, as_json: bool = JSON_OPTION) -> None:
     """Compile, verify through the passes against the golden, and simulate at the real shape."""
     _run(model, program, as_json, check=True)
 
@@ -81,7 +79,7 @@ def _run(model: str, names: list[str] | None, as_json: bool, *, check: bool) -> 
     else:
         emit_table(*programs_table([report.to_json() for report in reports]))
     if failed := [report for report in reports if report.status != "READY"]:
-        raise Failed("; ".join(f"{report.name}: {report.error}" for report in failed))
+        raise FailedError("; ".join(f"{report.name}: {report.error}" for report in failed))
 
 
 def programs_table(reports: list[dict[str, Any]]) -> tuple[str, list[str], list[list[object]]]:

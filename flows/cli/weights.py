@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import asdict
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ from flows.cli.output import JSON_OPTION, emit_json, emit_line
 from flows.settings import UsageError
 
 
-class Arithmetic(str, Enum):
+class Arithmetic(StrEnum):
     """Choices of `--arithmetic`."""
 
     fp32 = "fp32"
     compat = "compat"
 
 
-class Down(str, Enum):
+class Down(StrEnum):
     """Choices of `--down`."""
 
     int8 = "int8"
@@ -73,7 +73,7 @@ def quantize(
 def stage(
     checkpoint: Path = typer.Argument(..., metavar="CHECKPOINT", help="W8A8 checkpoint directory."),
     out: Path = typer.Argument(..., metavar="OUT", help="Folder to create."),
-    down: Down | None = typer.Option(None, help="down_proj as INT8 or BF16 [default: what the checkpoint holds]."),
+    down: Down = typer.Option(Down.int8, help="Which form of down_proj the checkpoint holds and the slabs get."),
     as_json: bool = JSON_OPTION,
 ) -> None:
     """Stage a W8A8 checkpoint into kernel-ready slabs."""
@@ -81,8 +81,7 @@ def stage(
     from kernels.staging import stage_checkpoint
 
     with console.ReleaseConsole().step("stage") as line:
-        variant = None if down is None else down.value
-        result = stage_checkpoint(checkpoint, out, progress=line.advance, **({"down": variant} if variant else {}))
+        result = stage_checkpoint(checkpoint, out, down=down.value, progress=line.advance)
         line.outcome = f"{len(result.tensors)} slabs"
     answer: dict[str, Any] = {"out": str(out), **asdict(result)}
     if as_json:
