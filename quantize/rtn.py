@@ -122,8 +122,8 @@ def _check_tied_head(reader: CheckpointReader) -> None:
     head, embedding = reader.tensor(LM_HEAD + ".weight"), reader.tensor(EMBEDDING + ".weight")
     if head.dtype != embedding.dtype or not torch.equal(head, embedding):
         raise CheckpointError(
-            f"{reader.directory}: config.json ties lm_head to the embedding, but the checkpoint holds an lm_head.weight "
-            "that differs from it: set tie_word_embeddings to false, or remove the tensor"
+            f"{reader.directory}: config.json ties lm_head to the embedding, but an lm_head.weight is there that "
+            "differs from it: set tie_word_embeddings to false, or remove the tensor"
         )
 
 
