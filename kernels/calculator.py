@@ -69,9 +69,12 @@ def build_calculator(cache_dir: Path | None = None) -> Path:
     for root in (cache_dir or default_cache_dir(), Path(tempfile.gettempdir()) / f"pypto-deploy-{os.getuid()}"):
         folder = root / "calculator" / _toolchain_key()
         library = folder / LIBRARY_NAME
-        if library.is_file():
-            return library
         try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if root.stat().st_uid not in (os.getuid(), 0):
+                raise PermissionError(f"{root} belongs to another user, whose library is not loaded")
+            if library.is_file():
+                return library
             folder.mkdir(parents=True, exist_ok=True)
             lock = (folder / "lock").open("w")
         except OSError as error:
@@ -97,6 +100,8 @@ def _build(folder: Path) -> None:
         raise ToolchainError("no native cmake on PATH; install it (Debian: `apt install cmake g++`)")
     if shutil.which("g++") is None and shutil.which("c++") is None:
         raise ToolchainError("no C++ compiler on PATH; install one (Debian: `apt install g++`)")
+    for abandoned in folder.glob("build-*"):
+        shutil.rmtree(abandoned, ignore_errors=True)
     logger.info("building the interpreter's calculator library (about a minute, once)")
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as work:
         environment = {

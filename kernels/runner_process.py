@@ -6,13 +6,16 @@ folder that is removed afterwards. A subprocess that overruns is killed with its
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +31,9 @@ SYSTEM_PATH = "/usr/bin:/bin"
 
 The compiler it calls for every program, `g++`, may stand elsewhere, so the caller's PATH follows.
 """
+FOLDER_PREFIX = "pypto-run-"
+LOCK_FILE = "owner.lock"
+SWEEP_AGE_S = 60.0
 _DROPPED = ("ASCEND_HOME_PATH", "PYTHONHOME", "LD_PRELOAD")
 
 
@@ -42,9 +48,28 @@ class Finished:
 
 @contextmanager
 def runner_folder() -> Iterator[Path]:
-    """A temporary folder for one request, removed at the end with everything PyPTO wrote."""
-    with tempfile.TemporaryDirectory(prefix="pypto-run-", ignore_cleanup_errors=True) as folder:
+    """A temporary folder for one request, removed at the end with everything PyPTO wrote.
+
+    Folders whose owner was killed are removed on the way: each holds a lock as long as its owner lives.
+    """
+    _sweep_abandoned(Path(tempfile.gettempdir()))
+    with (
+        tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as folder,
+        (Path(folder) / LOCK_FILE).open("w") as lock,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield Path(folder)
+
+
+def _sweep_abandoned(parent: Path) -> None:
+    """Remove request folders older than a minute whose lock nobody holds."""
+    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime < SWEEP_AGE_S or folder.stat().st_uid != os.getuid():
+                continue
+            with (folder / LOCK_FILE).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_request(folder: Path, request: Mapping[str, Any], timeout_s: float) -> Finished:

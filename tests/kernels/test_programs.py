@@ -162,7 +162,7 @@ def test_every_mismatch_is_named_at_once() -> None:
 )
 def test_a_layer_that_no_kernel_covers_is_refused(change: dict[str, object], reason: str) -> None:
     with pytest.raises(ProgramError, match=reason):
-        DecodeLayerSpec(**{**layer_program().spec.__dict__, **change})  # type: ignore[arg-type]
+        DecodeLayerSpec(**{**layer_program().spec.__dict__, **change})
 
 
 def test_lm_head_chunks_cover_the_real_ids_once_and_never_the_padding() -> None:

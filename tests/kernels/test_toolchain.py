@@ -7,12 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+import kernels.calculator
 import kernels.source_closure
-from kernels.calculator import build_calculator, default_cache_dir
+from kernels.calculator import build_calculator, default_cache_dir, system_cmake
 from kernels.catalog import BUILTIN_NAMES, Check, builtin_config, programs_for
 from kernels.check_cache import RESULT_FILE, CheckCache
 from kernels.errors import ContractError, ProgramError, ToolchainError
@@ -253,6 +255,34 @@ def test_an_overrun_is_killed_with_everything_it_started(tmp_path: Path, monkeyp
     assert "did not end within 2 s and was killed" in overrun.error
     listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert not [line for line in listing.splitlines() if mark in line]
+
+
+def test_the_folder_of_a_killed_caller_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with runner_folder() as held:
+        abandoned = tmp_path / "pypto-run-abandoned"
+        abandoned.mkdir()
+        (abandoned / "owner.lock").touch()
+        (tmp_path / "another").mkdir()
+        for folder in (held, abandoned, tmp_path / "another"):
+            os.utime(folder, (1, 1))
+        with runner_folder():
+            assert held.is_dir()
+            assert not abandoned.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["another"]
+
+
+def test_the_calculator_needs_a_native_cmake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.calculator, "system_cmake", lambda: None)
+    with pytest.raises(ToolchainError, match="no native cmake on PATH"):
+        build_calculator(tmp_path)
+    script = tmp_path / "bin" / "cmake"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert system_cmake() != script
 
 
 def test_a_failed_compilation_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
