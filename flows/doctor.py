@@ -15,7 +15,8 @@ import httpx
 from packaging.requirements import Requirement
 
 from flows.settings import Store
-from tasks.track import Tracking
+from serving.bench import describe_machine
+from tasks.tracking import Tracking
 
 CPU_FLAGS = ("avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm")
 DISTRIBUTION = "pypto-deploy"
@@ -89,13 +90,16 @@ def _foreign_kernels() -> Check:
 
 
 def _cpu() -> Check:
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpuinfo = (
+        Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace") if Path("/proc/cpuinfo").exists() else ""
+    )
     fields = [line.split(":", 1) for line in cpuinfo.splitlines() if ":" in line]
-    model = next((value.strip() for key, value in fields if key.strip() == "model name"), platform.machine())
     flags = next((value.split() for key, value in fields if key.strip() in {"flags", "Features"}), [])
     features = [flag for flag in CPU_FLAGS if flag in flags]
-    cores = len(os.sched_getaffinity(0))
-    return Check("cpu", "ok", f"{model}, {cores} cores, {', '.join(features) or 'no INT8 vector features'}")
+    machine = describe_machine()
+    return Check(
+        "cpu", "ok", f"{machine['cpu']}, {machine['cores']} cores, {', '.join(features) or 'no INT8 vector features'}"
+    )
 
 
 def _tool(name: str, purpose: str) -> Check:

@@ -46,6 +46,7 @@ def release(
     from tasks import promote as promotion
     from tasks import source as sources
     from tasks.errors import ProgramsFailedError
+    from tasks.tracking import Tracking
 
     check_environment()
     folder = resolve_store(store)
@@ -54,7 +55,7 @@ def release(
         parse_recipe(recipe, "recipe") if isinstance(recipe, dict) else load_recipe(Path(recipe) if recipe else None)
     )
     measure.check_platform(platform)
-    tracking = track.Tracking.of_store(folder.root)
+    tracking = Tracking.of_store(folder.root)
     recipe_json = chosen.model_dump(mode="json")
     lines = console.current()
     with no_orphans():

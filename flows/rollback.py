@@ -13,7 +13,7 @@ from flows.settings import check_environment, resolve_store
 def rollback(alias: str = "champion", reason: str = "asked for", store: str | None = None) -> dict[str, Any]:
     """Move `alias` one bundle back; a second rollback goes one further. Returns the move as JSON values."""
     from tasks.promote import rollback_alias
-    from tasks.track import Tracking
+    from tasks.tracking import Tracking
 
     check_environment()
     folder = resolve_store(store)

@@ -65,6 +65,8 @@ def configure_environment(store: Store, *, quiet: bool = True) -> None:
         }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    if store.root.is_dir():
+        Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
 
 
 def check_environment() -> None:

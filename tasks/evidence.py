@@ -65,7 +65,9 @@ def collect(findings: Findings) -> dict[str, Any]:
         "bytes_in": findings.quantize.get("bytes_in"),
         "bytes_out": findings.quantize.get("bytes_out"),
         "slab_bytes": findings.slab_bytes,
-        "min_sqnr_db": min((error["sqnr_db"] for error in findings.quantize["errors"]), default=None),
+        "min_sqnr_db": min(
+            (error["sqnr_db"] for error in findings.quantize["errors"] if error["sqnr_db"] is not None), default=None
+        ),
         **{f"simulated_us.{program['name']}": program["simulated_us"] for program in findings.programs},
     }
     return {

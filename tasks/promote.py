@@ -14,7 +14,8 @@ from serving.errors import StoreError, SwitchError
 from serving.store import CHAMPION, BundleStore
 from serving.switch import await_switch
 from tasks.errors import TasksError, TrackingError
-from tasks.track import Tracking, mirror_alias
+from tasks.track import mirror_alias
+from tasks.tracking import Tracking
 
 logger = logging.getLogger(__name__)
 

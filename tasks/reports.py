@@ -39,8 +39,8 @@ def write_reports(out: Path, evidence: Mapping[str, Any]) -> list[Path]:
 def _plot_layer_error(path: Path, errors: Sequence[Mapping[str, Any]]) -> Path:
     groups: dict[str, list[tuple[int, float]]] = {}
     for error in errors:
-        if error["layer"] is not None:
-            groups.setdefault(error["name"].split(".")[-2], []).append((error["layer"], error["sqnr_db"]))
+        if error["layer"] is not None and error["sqnr_db"] is not None:
+            groups.setdefault(error["name"].rsplit(".", 1)[-1], []).append((error["layer"], error["sqnr_db"]))
 
     def draw(axes: Axes) -> None:
         for projection, points in sorted(groups.items()):

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tasks.errors import TrackingError
 from tasks.steps import write_json
+from tasks.tracking import Tracking
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -32,28 +33,6 @@ logger = logging.getLogger(__name__)
 EXPERIMENT = "pypto-deploy"
 _PARAM_CHARACTERS = 500
 _HTTP_TIMEOUT_S, _HTTP_RETRIES = "15", "1"
-
-
-class Tracking(BaseModel):
-    """Where MLflow is: a tracking URI, and the folder for artifacts when the URI is a local database."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    uri: str
-    artifacts: str
-    pending: str
-
-    @classmethod
-    def of_store(cls, store: Path) -> Tracking:
-        """`MLFLOW_TRACKING_URI` if set, else SQLite inside the store."""
-        folder = store.resolve() / "mlflow"
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
-        return cls(uri=uri, artifacts=str(folder / "artifacts"), pending=str(store.resolve() / "pending"))
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the embedded database is used."""
-        return self.uri.startswith("sqlite:")
 
 
 class Tracked(BaseModel):

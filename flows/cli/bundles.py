@@ -128,7 +128,7 @@ def promote(
     _open(folder)
     configure_environment(folder)
     from tasks.promote import promote_bundle
-    from tasks.track import Tracking
+    from tasks.tracking import Tracking
 
     answer = promote_bundle(folder.root, digest, alias, "promoted by hand", Tracking.of_store(folder.root), force=force)
     _answer(answer.model_dump(), as_json)
@@ -143,7 +143,7 @@ def rollback(alias: str = ALIAS_OPTION, store: str | None = STORE_OPTION, as_jso
     _open(folder)
     configure_environment(folder)
     from tasks.promote import rollback_alias
-    from tasks.track import Tracking
+    from tasks.tracking import Tracking
 
     answer = rollback_alias(folder.root, alias, "rolled back by hand", Tracking.of_store(folder.root))
     _answer(answer.model_dump(), as_json)
@@ -159,7 +159,8 @@ def status(
     bundles = _open(folder)
     configure_environment(folder)
     from serving.worker_registry import live_workers
-    from tasks.track import Tracking, flush_pending, pending
+    from tasks.track import flush_pending, pending
+    from tasks.tracking import Tracking
 
     tracking = Tracking.of_store(folder.root)
     logged = [tracked.run_id for tracked in flush_pending(tracking)] if log_pending else []

@@ -59,6 +59,7 @@ def release(
 ) -> None:
     """Release a checkpoint: quantize, stage, verify programs, measure, gate, log and promote."""
     folder = resolve_store(store)
+    folder.root.mkdir(parents=True, exist_ok=True)
     configure_environment(folder)
     console.use(console.ReleaseConsole())
     from flows.reaper import no_orphans

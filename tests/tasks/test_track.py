@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tasks.errors import TrackingError
-from tasks.track import EXPERIMENT, Tracking, flush_pending, log_or_keep, log_release, mirror_alias, pending
+from tasks.track import EXPERIMENT, flush_pending, log_or_keep, log_release, mirror_alias, pending
+from tasks.tracking import Tracking
 
 pytestmark = pytest.mark.filterwarnings("default")  # MLflow's own start-up warns; what is tested here is ours
 

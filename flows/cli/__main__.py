@@ -1,0 +1,5 @@
+"""`python -m flows.cli` is `pypto-deploy`."""
+
+from flows.cli.app import main
+
+main()
