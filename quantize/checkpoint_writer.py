@@ -8,6 +8,7 @@ process is removed by the next writer of the same target.
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import logging
 import math
@@ -64,17 +65,31 @@ class StagingFolder:
     def __init__(self, out: Path) -> None:
         if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
             raise CheckpointError(f"{out}: exists already; remove it or choose another place")
-        out.parent.mkdir(parents=True, exist_ok=True)
         self.out = out
-        self._remove_leftovers()
-        self.path = out.parent / f".{out.name}.partial-{secrets.token_hex(6)}"
-        self.path.mkdir()
-        self._lock = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+            self.path, self._lock = self._make()
+        except OSError as error:
+            raise CheckpointError(f"{out}: cannot be written: {error.strerror} ({error.filename})") from error
+
+    def _make(self) -> tuple[Path, int]:
+        """Make and lock the folder; once more when another writer took it for a leftover before it was locked."""
+        while True:
+            path = self.out.parent / f".{self.out.name}.partial-{secrets.token_hex(6)}"
+            path.mkdir()
+            descriptor = os.open(path, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if path.exists():
+                return path, descriptor
+            os.close(descriptor)
 
     def _remove_leftovers(self) -> None:
-        for path in self.out.parent.glob(f".{self.out.name}.partial-*"):
-            descriptor = os.open(path, os.O_RDONLY)
+        for path in self.out.parent.glob(f".{glob.escape(self.out.name)}.partial-*"):
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:
+                continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 logger.info("removing %s, left by an interrupted run", path)
@@ -136,6 +151,9 @@ class CheckpointWriter:
             self.files = {
                 path.name: file_sha256(path) for path in self._folder.path.iterdir() if self._is_sidecar(path)
             }
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"{out}: cannot be written: {error.strerror} ({error.filename})") from error
         except BaseException:
             self.close()
             raise
@@ -198,9 +216,12 @@ class CheckpointWriter:
         shard, offset = self._offsets[name]
         if spec.nbytes:
             view = contiguous.reshape(-1).view(torch.uint8).numpy().data
-            while view:
-                written = os.pwrite(self._descriptors[shard], view, offset)
-                view, offset = view[written:], offset + written
+            try:
+                while view:
+                    written = os.pwrite(self._descriptors[shard], view, offset)
+                    view, offset = view[written:], offset + written
+            except OSError as error:
+                raise CheckpointError(f"{self._folder.out}: {name!r} cannot be written: {error.strerror}") from error
         self.tensors[name] = {
             "dtype": DTYPE_NAMES[spec.dtype],
             "shape": list(spec.shape),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -101,6 +101,19 @@ def _explain(error: ValidationError) -> Sequence[str]:
     return [f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors()]
 
 
+def parse_recipe(content: Mapping[str, Any] | None, origin: str) -> Recipe:
+    """Build a recipe from parsed keys and values; None or nothing gives the defaults.
+
+    Raises RecipeError that names `origin` (a file, or where else the content is from) and every bad key.
+    """
+    if content is not None and not isinstance(content, Mapping):
+        raise RecipeError(f"{origin}: found a {type(content).__name__}, expected keys and values")
+    try:
+        return Recipe.model_validate(dict(content or {}))
+    except ValidationError as error:
+        raise RecipeError("\n  - ".join([f"{origin}: not a valid recipe", *_explain(error)])) from None
+
+
 def load_recipe(path: Path | None) -> Recipe:
     """Read a recipe file (YAML, so JSON too); None gives the defaults. Raises RecipeError naming file and keys."""
     if path is None:
@@ -111,9 +124,4 @@ def load_recipe(path: Path | None) -> Recipe:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not valid YAML: {error}") from None
-    if not isinstance(content, dict | None):
-        raise RecipeError(f"{path}: found a {type(content).__name__}, expected keys and values")
-    try:
-        return Recipe.model_validate(content or {})
-    except ValidationError as error:
-        raise RecipeError("\n  - ".join([f"{path}: not a valid recipe", *_explain(error)])) from None
+    return parse_recipe(content, str(path))

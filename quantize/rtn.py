@@ -35,12 +35,12 @@ Progress = Callable[[int, int], None]
 class TensorError:
     """What rounding cost one weight: signal to quantization noise in dB and the noise's RMS relative to the signal's.
 
-    `layer` is None outside the decoder layers; a tensor without error has an `sqnr_db` of infinity.
+    `layer` is None outside the decoder layers; `sqnr_db` is None for a tensor without error (it would be infinite).
     """
 
     name: str
     layer: int | None
-    sqnr_db: float
+    sqnr_db: float | None
     rel_rms_error: float
 
 
@@ -96,7 +96,7 @@ def _quantize_tensor(name: str, weight: Tensor, recipe: Recipe) -> tuple[Tensor,
             "%s: %d rows are too small for %s scales and became zero", name, vanished_rows, str(weight.dtype)
         )
     ratio = noise / signal if signal else 0.0
-    sqnr_db = -10 * math.log10(ratio) if ratio else math.inf
+    sqnr_db = -10 * math.log10(ratio) if ratio else None
     return codes, scales, TensorError(name.removesuffix(".weight"), layer_of(name), sqnr_db, math.sqrt(ratio))
 
 

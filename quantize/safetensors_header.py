@@ -23,7 +23,7 @@ from quantize.errors import CheckpointError
 MAX_HEADER_BYTES = 25 * 10**6
 """Longest header accepted; about 150,000 tensors in one file."""
 MAX_DIMENSIONS = 8
-MAX_DIMENSION = 2**48
+MAX_ELEMENTS = 2**48
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -83,11 +83,14 @@ def _entry(name: str, entry: Any, data_bytes: int) -> tuple[str, tuple[int, ...]
     label = f"tensor {name[:120]!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{label}: expected an object with dtype, shape and data_offsets")
+    name.encode("utf-8")  # a lone surrogate is refused here rather than where the name is printed
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{label}: dtype {str(dtype)[:40]!r} is not supported, expected one of {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(_is_size(n, MAX_DIMENSION) for n in shape):
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(_is_size(n, MAX_ELEMENTS) for n in shape):
         raise ValueError(f"{label}: shape is not a list of at most {MAX_DIMENSIONS} sizes")
+    if math.prod(n for n in shape if n) > MAX_ELEMENTS:  # also when a zero hides it: torch multiplies the strides
+        raise ValueError(f"{label}: shape spans more than {MAX_ELEMENTS} elements")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n, 2**63) for n in offsets):
         raise ValueError(f"{label}: data_offsets is not a pair of sizes")
     begin, end = offsets
