@@ -66,7 +66,10 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
         (struct.pack("<Q", 2**63) + b"{}", str(2**63)),
         (struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}", "at most"),
         (safetensors_bytes(b'{"a":{},"a":{}}'), "duplicate key 'a'"),
-        (safetensors_bytes(b'{"a":{"dtype":"BF16","dtype":"I8","shape":[],"data_offsets":[0,2]}}', bytes(2)), "duplicate"),
+        (
+            safetensors_bytes(b'{"a":{"dtype":"BF16","dtype":"I8","shape":[],"data_offsets":[0,2]}}', bytes(2)),
+            "duplicate",
+        ),
         (safetensors_bytes(b"[1]"), "start with"),
         (safetensors_bytes(b'{"a": \xff}'), "header"),
         (safetensors_bytes(b'{"a":' + b"[" * 100_000), "nested too deeply"),
@@ -156,7 +159,9 @@ def test_any_bytes(tmp_path: Path, content: bytes) -> None:
 
 
 @fuzz
-@given(header=st.binary(max_size=100) | headers.map(lambda value: json.dumps(value).encode()), data=st.binary(max_size=40))
+@given(
+    header=st.binary(max_size=100) | headers.map(lambda value: json.dumps(value).encode()), data=st.binary(max_size=40)
+)
 def test_any_header(tmp_path: Path, header: bytes, data: bytes) -> None:
     accept_or_refuse(tmp_path / "fuzz.safetensors", safetensors_bytes(header, data))
 

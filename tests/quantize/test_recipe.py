@@ -1,0 +1,108 @@
+"""Recipes: unknown keys and entries that match nothing are errors; the digest covers what affects the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantize.errors import RecipeError
+from quantize.model_config import load_model_config
+from quantize.recipe import Recipe, ignored_modules, load_recipe, parse_recipe
+
+
+def test_no_file_and_empty_files_give_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("# nothing yet\n")
+    assert (
+        load_recipe(None) == load_recipe(path) == parse_recipe(None, "recipe") == parse_recipe({}, "recipe") == Recipe()
+    )
+    assert Recipe().ignore == ("lm_head",)
+    assert (Recipe().gates.max_perplexity_ratio, Recipe().gates.min_top1_agreement) == (1.10, 0.85)
+
+
+def test_yaml_json_and_a_mapping_read_alike(tmp_path: Path) -> None:
+    content = {"arithmetic": "compat", "ignore": ["lm_head", "re:.*o_proj$"], "gates": {"max_mean_kl": 0.5}}
+    (tmp_path / "r.json").write_text(json.dumps(content))
+    (tmp_path / "r.yaml").write_text(
+        "arithmetic: compat\nignore:\n- lm_head\n- re:.*o_proj$\ngates: {max_mean_kl: 0.5}\n"
+    )
+    parsed = parse_recipe(content, "here")
+    assert parsed.arithmetic == "compat"
+    assert load_recipe(tmp_path / "r.json") == load_recipe(tmp_path / "r.yaml") == parsed
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"arithmetik": "fp32"}, "arithmetik"),
+        ({"arithmetic": "int4"}, "arithmetic"),
+        ({"gates": {"max_perplexity_ratio": 0.9}}, "gates.max_perplexity_ratio"),
+        ({"gates": {"max_mean_kl": float("nan")}}, "gates.max_mean_kl"),
+        ({"gates": {"maximum": 1}}, "gates.maximum"),
+        ({"gates": {"max_tpot_ms": 0}}, "gates.max_tpot_ms"),
+        ({"ignore": ["re:("]}, "not a valid pattern"),
+        ({"ignore": "lm_head"}, "ignore"),
+        ([1], "a list"),
+        ("fp32", "a str"),
+        ({1: 2}, "1"),
+    ],
+)
+def test_bad_recipes_name_origin_and_key(tmp_path: Path, content: Any, named: str) -> None:
+    with pytest.raises(RecipeError) as parsed:
+        parse_recipe(content, "the parameter")
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(RecipeError) as loaded:
+        load_recipe(path)
+    assert named in str(parsed.value)
+    assert named in str(loaded.value)
+    assert str(parsed.value).startswith("the parameter")
+    assert str(loaded.value).startswith(str(path))
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="absent|No such file"):
+        load_recipe(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_bytes(b"a: [\xff")
+    with pytest.raises(RecipeError, match="not valid YAML"):
+        load_recipe(tmp_path / "bad.yaml")
+    (tmp_path / "tag.yaml").write_text("a: !!python/object/apply:os.getcwd []\n")
+    with pytest.raises(RecipeError, match="not valid YAML"):
+        load_recipe(tmp_path / "tag.yaml")
+
+
+def test_the_digest_covers_what_affects_weights_and_nothing_else() -> None:
+    base = Recipe().digest()
+    assert parse_recipe({"gates": {"max_mean_kl": 0.5, "max_tpot_ms": 3}}, "x").digest() == base
+    changes: list[dict[str, Any]] = [{"arithmetic": "compat"}, {"down": "bf16"}, {"ignore": []}]
+    assert len({base, *(parse_recipe(change, "x").digest() for change in changes)}) == 4
+
+
+def test_patterns_and_names_ignore_what_they_match(tiny_qwen3: Path) -> None:
+    config = load_model_config(tiny_qwen3)
+    assert ignored_modules(["re:.*down_proj$"], config) == [f"model.layers.{n}.mlp.down_proj" for n in (0, 1)]
+    assert ignored_modules([], config) == []
+    assert ignored_modules(Recipe(down="bf16").effective_ignore, config) == [
+        "model.layers.0.mlp.down_proj",
+        "model.layers.1.mlp.down_proj",
+        "lm_head",
+    ]
+    # A norm is a module, so naming one is no mistake; it is never quantized anyway.
+    assert ignored_modules(["model.norm", "re:.*q_norm"], config) == []
+
+
+def test_a_tied_head_is_always_ignored(tiny_llama: Path) -> None:
+    assert ignored_modules([], load_model_config(tiny_llama)) == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    "entry", ["typo_proj", "down_proj", "re:layers", "model.layers.2.mlp.up_proj", "", "re:.*q_norm"]
+)
+def test_an_entry_that_matches_nothing_is_an_error(tiny_llama: Path, entry: str) -> None:
+    with pytest.raises(RecipeError, match="match no module") as caught:
+        ignored_modules(["lm_head", entry], load_model_config(tiny_llama))
+    assert repr(entry) in str(caught.value)
+    assert "'lm_head' match" not in str(caught.value)
