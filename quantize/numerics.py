@@ -57,6 +57,10 @@ def quantize_weight(rows: Tensor, arithmetic: Literal["fp32", "compat"] = "fp32"
         return torch.round((rows / scale).clamp_(INT8_MIN, INT8_MAX)).to(torch.int8), scale
     scale = (amax.to(torch.float32) / INT8_MAX).to(dtype)
     scale = torch.where(amax == 0, eps, scale.clamp_min(_smallest_scale(dtype)))
+    if dtype == torch.float16:
+        # Below 6e-5 FP16's steps are so coarse that a scale rounded down would clip the row: take the next one up.
+        clips = amax.to(torch.float32) > scale.to(torch.float32) * (INT8_MAX + 0.5)
+        scale = (scale.view(torch.int16) + clips.to(torch.int16)).view(torch.float16)
     quotient = rows.to(torch.float32) / scale.to(torch.float32)
     return torch.round(quotient).clamp_(-INT8_MAX, INT8_MAX).to(torch.int8), scale
 

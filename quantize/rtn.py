@@ -26,7 +26,8 @@ from quantize.quantization_config import w8a8_quantization_config
 from quantize.recipe import Recipe, ignored_modules
 from quantize.safetensors_header import DTYPES
 
-BLOCK_ELEMENTS = 2**20
+BLOCK_ELEMENTS = 2**17
+"""Elements handled at a time: half a megabyte as FP32, so that a block's intermediates stay in a core's cache."""
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
@@ -58,7 +59,7 @@ class QuantizeResult:
 
 
 def _row_blocks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Cut a tensor into runs of whole rows of about a million elements; yields the first row's number and the run."""
+    """Cut a tensor into runs of whole rows of about `BLOCK_ELEMENTS`; yields the first row's number and the run."""
     rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
     step = max(1, BLOCK_ELEMENTS // max(1, rows.shape[1]))
     for start in range(0, rows.shape[0], step):
@@ -66,6 +67,9 @@ def _row_blocks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _check_finite(name: str, first_row: int, block: Tensor) -> None:
+    """Refuse NaN and infinity; either makes a sum non-finite, so the element-wise search is rarely needed."""
+    if math.isfinite(block.sum(dtype=torch.float32).item()):
+        return
     finite = torch.isfinite(block)
     if not bool(finite.all()):
         row, column = (int(index) for index in (~finite).nonzero()[0])
@@ -73,6 +77,12 @@ def _check_finite(name: str, first_row: int, block: Tensor) -> None:
             f"{name}: row {first_row + row}, column {column} holds {block[row, column].item()}; every weight must be "
             "finite: get a sound copy of the checkpoint"
         )
+
+
+def _energy(rows_fp32: Tensor) -> float:
+    """The sum of squares, in FP64 where squares could leave the range of FP32."""
+    energy = float(rows_fp32.square().sum(dim=1).sum(dtype=torch.float64))
+    return energy if 1e-20 < energy < math.inf else float(rows_fp32.to(torch.float64).square().sum())
 
 
 def _quantize_tensor(name: str, weight: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor, TensorError]:
@@ -87,10 +97,10 @@ def _quantize_tensor(name: str, weight: Tensor, recipe: Recipe) -> tuple[Tensor,
         block_codes, block_scales = quantize_weight(block, recipe.arithmetic)
         codes[start:stop], scales[start:stop] = block_codes, block_scales
         exact = block.to(torch.float32)
-        difference = exact - block_codes.to(torch.float32) * block_scales.to(torch.float32)
-        signal += float(exact.square().sum(dtype=torch.float64))
-        noise += float(difference.square().sum(dtype=torch.float64))
-        vanished_rows += int(((block_codes == 0).all(dim=1) & (block != 0).any(dim=1)).sum())
+        difference = block_codes.to(torch.float32).mul_(block_scales.to(torch.float32)).sub_(exact)
+        signal += _energy(exact)
+        noise += _energy(difference)
+        vanished_rows += int(block[~block_codes.any(dim=1)].any(dim=1).sum())
     if vanished_rows:
         logger.warning(
             "%s: %d rows are too small for %s scales and became zero", name, vanished_rows, str(weight.dtype)

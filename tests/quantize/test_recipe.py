@@ -64,7 +64,7 @@ def test_bad_recipes_name_origin_and_key(tmp_path: Path, content: Any, named: st
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="absent|No such file"):
+    with pytest.raises(RecipeError, match="No such file"):
         load_recipe(tmp_path / "none.yaml")
     (tmp_path / "bad.yaml").write_bytes(b"a: [\xff")
     with pytest.raises(RecipeError, match="not valid YAML"):

@@ -95,9 +95,9 @@ def test_refusals_say_what_the_file_looks_like(tmp_path: Path, content: bytes, l
 def test_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     path = tmp_path / "pipe.safetensors"
     os.mkfifo(path)
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
-        with pytest.raises(CheckpointError, match="not a regular file"):
-            read_header(file, path)  # type: ignore[arg-type]
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file, pytest.raises(CheckpointError, match="not a regular file"):
+        read_header(file, path)
 
 
 def test_a_stated_length_allocates_nothing(tmp_path: Path) -> None:
