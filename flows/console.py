@@ -47,7 +47,8 @@ class ReleaseConsole:
             TextColumn("[dim]{task.fields[note]}"),
         )
         mark = "[red]x[/]"
-        with Progress(*columns, console=self._console, transient=True) as bar:
+        # A bar is for a person at a terminal; a log gets the finished line alone.
+        with Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bar:
             line = StepLine(bar, bar.add_task(f"{name:<22}", total=None, note=""))
             try:
                 with task_progress.listening(line):

@@ -15,10 +15,10 @@ from pydantic import Field
 
 from flows import console
 from flows.reaper import no_orphans
-from flows.settings import NAME_PATTERN, check_environment, check_name, resolve_store
+from flows.settings import NAME_PATTERN, resolve_store
+from tasks.platforms import Platform
 from tasks.steps import StepRecord, find_record
 
-Platform = Literal["cpu", "sim", "a2a3"]
 Promote = Literal["auto", "manual", "never"]
 
 
@@ -40,7 +40,7 @@ def release(
     program that fails to verify raise.
     """
     # The layers below are imported here and not at the top: a deployment's start is dominated by imports.
-    from quantize.recipe import load_recipe, parse_recipe
+    from flows.inputs import check_inputs
     from serving.store import CHAMPION
     from tasks import bundle, evidence, gate, measure, programs, quality, quantize, stage, track
     from tasks import promote as promotion
@@ -48,13 +48,9 @@ def release(
     from tasks.errors import ProgramsFailedError
     from tasks.tracking import Tracking
 
-    check_environment()
+    inputs = check_inputs(source, name, recipe, platform)
+    release_name, chosen = inputs.name, inputs.recipe
     folder = resolve_store(store)
-    release_name = check_name(name or Path(source).resolve().name.removesuffix(".gguf"))
-    chosen = (
-        parse_recipe(recipe, "recipe") if isinstance(recipe, dict) else load_recipe(Path(recipe) if recipe else None)
-    )
-    measure.check_platform(platform)
     tracking = Tracking.of_store(folder.root)
     recipe_json = chosen.model_dump(mode="json")
     lines = console.current()

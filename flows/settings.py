@@ -57,7 +57,8 @@ def configure_environment(store: Store, *, quiet: bool = True) -> None:
     }
     if quiet:
         defaults |= {
-            "PREFECT_LOGGING_LEVEL": "ERROR",
+            # At ERROR Prefect prints the traceback of an error that the command line tells in a sentence.
+            "PREFECT_LOGGING_LEVEL": "CRITICAL",
             "PREFECT_LOGGING_SERVER_LEVEL": "ERROR",
             "TRANSFORMERS_VERBOSITY": "error",
             "MLFLOW_LOGGING_LEVEL": "ERROR",
@@ -65,8 +66,6 @@ def configure_environment(store: Store, *, quiet: bool = True) -> None:
         }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    if store.root.is_dir():
-        Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
 
 
 def check_environment() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from prefect import task
 
@@ -14,26 +12,11 @@ from serving.executor import ExecutorKind
 from serving.launch import launched_worker
 from tasks import progress
 from tasks.caching import STEP_TASK
-from tasks.errors import PlatformError
+from tasks.platforms import Platform
 from tasks.steps import StepRecord, run_step, step_key, write_json
 
-Platform = Literal["cpu", "sim", "a2a3"]
 EXECUTORS: dict[str, ExecutorKind] = {"cpu": "cpu", "a2a3": "pypto"}
 SIMULATED = "a2a3 simulated"
-
-
-def check_platform(platform: Platform) -> None:
-    """Refuse a platform that this machine does not have, before any work; raises `PlatformError`."""
-    if platform != "a2a3":
-        return
-    missing = [] if os.environ.get("ASCEND_HOME_PATH") else ["ASCEND_HOME_PATH is not set (source CANN's set_env.sh)"]
-    if importlib.util.find_spec("torch_npu") is None:
-        missing.append("torch_npu is not installed")
-    if missing:
-        raise PlatformError(
-            f"--platform a2a3 needs an Ascend NPU here: {'; '.join(missing)}. "
-            "Use --platform cpu (measured) or --platform sim (PyPTO's cost model)"
-        )
 
 
 def speed_key(bundle_digest: str, platform: Platform) -> str:

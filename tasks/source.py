@@ -9,7 +9,6 @@ from prefect import task
 from pydantic import BaseModel, ConfigDict
 
 from quantize.checkpoint import payload_digest
-from quantize.errors import CheckpointError
 from quantize.gguf_source import convert_gguf
 from quantize.preflight import check_source
 from tasks import progress
@@ -40,14 +39,8 @@ def identify(source: Path, work: Path) -> Source:
             return {}
 
         directory = run_step(work, "gguf", key, build).out
-    elif source.is_dir():
-        directory = source
     else:
-        found = "a file" if source.is_file() else "nothing"
-        raise CheckpointError(
-            f"{source}: found {found}, expected a Hugging Face checkpoint directory or a .gguf file. "
-            "Try `pypto-deploy sample-model DIR` for one that works."
-        )
+        directory = source
     check_source(directory).close()
     return Source(path=str(directory.resolve()), digest=payload_digest(directory), origin=str(source))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -59,8 +60,11 @@ def release(
 ) -> None:
     """Release a checkpoint: quantize, stage, verify programs, measure, gate, log and promote."""
     folder = resolve_store(store)
-    folder.root.mkdir(parents=True, exist_ok=True)
     configure_environment(folder)
+    from flows.inputs import check_inputs
+
+    check_inputs(source, name, recipe, platform.value)
+    folder.root.mkdir(parents=True, exist_ok=True)
     console.use(console.ReleaseConsole())
     from flows.reaper import no_orphans
 
@@ -171,10 +175,17 @@ def _print_where_to_look(answer: dict[str, Any], store: Store) -> None:
     emit_line("")
     if answer["mlflow_run_id"]:
         emit_line(f"MLflow run {answer['mlflow_run_id']}:")
-        emit_line(f"  mlflow ui --backend-store-uri {answer['mlflow_uri']} --port 5000")
+        emit_line(f"  {_command('mlflow')} ui --backend-store-uri {answer['mlflow_uri']} --port 5000")
     else:
         emit_line(f"MLflow: {answer['tracking_problem']}")
     emit_line(f"Prefect flow run {answer['prefect_run_id']}:")
-    emit_line(f"  PREFECT_HOME={store.root / 'prefect'} prefect server start --host 127.0.0.1 --port 4200")
+    emit_line(
+        f"  PREFECT_HOME={store.root / 'prefect'} {_command('prefect')} server start --host 127.0.0.1 --port 4200"
+    )
     emit_line(f"Report: {Path(answer['path']) / 'reports' / 'report.html'}")
-    emit_line(f"Serve it: pypto-deploy serve champion --store {store.root}")
+    emit_line(f"Serve it: {_command('pypto-deploy')} serve champion --store {store.root}")
+
+
+def _command(name: str) -> str:
+    """How to call one of this environment's programs from the present shell."""
+    return name if shutil.which(name) else str(Path(sys.executable).parent / name)

@@ -169,7 +169,7 @@ def test_failed_gates_store_the_bundle_and_keep_the_champion(
 ) -> None:
     store, first = released
     strict = tmp_path / "strict.yaml"
-    strict.write_text("down: bf16\ngates:\n  max_mean_kl: 0.000000001\n")
+    strict.write_text("arithmetic: compat\ngates:\n  max_mean_kl: 0.000000001\n")
     stdout, stderr = run_cli(*release_arguments(source, store, strict), "--json", code=1)
     assert '"promoted": false' in stdout
     assert "gates failed: mean_kl" in stderr
