@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from quantize.checkpoint import scan_checkpoint
 from quantize.checkpoint_writer import CheckpointWriter, TensorSpec
 from quantize.errors import CheckpointError
 from quantize.model_config import FAMILIES, parse_model_config, read_json_object
+from quantize.quiet import quiet_transformers
 
 MAGIC = b"GGUF"
 UNSTABLE_CONFIG_KEYS = ("_name_or_path", "_model_name_or_path")
@@ -44,26 +43,12 @@ def gguf_architecture(path: Path) -> str:
     return str(architecture)
 
 
-@contextmanager
-def _quiet_progress() -> Iterator[None]:
-    """Silence transformers' progress bars: progress is the caller's to show."""
-    from transformers.utils import logging as transformers_logging
-
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-
-
 def _load(path: Path) -> tuple[Any, Any]:
     """The dequantized BF16 model and the tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     folder = str(path.parent)
-    with _quiet_progress():
+    with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
             folder, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
         )
