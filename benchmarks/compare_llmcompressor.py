@@ -54,8 +54,8 @@ def run_ours(checkpoint: Path, out: Path) -> None:
 
 def run_oneshot(checkpoint: Path, out: Path) -> None:
     """Quantize with llm-compressor through the model (in its own environment)."""
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor import oneshot  # type: ignore[import-not-found]
+    from llmcompressor.modifiers.quantization import QuantizationModifier  # type: ignore[import-not-found]
     from transformers import AutoModelForCausalLM
 
     def work() -> None:

@@ -62,7 +62,7 @@ def _shard_name_problem(shard: Any) -> str | None:
     """Why an index entry is not the plain name of a safetensors file beside it, or None."""
     if not isinstance(shard, str) or not shard or "\0" in shard:
         return "is not a file name"
-    if shard.startswith(("/", "\\")) or "/" in shard or "\\" in shard or shard in (".", "..") or ":" in shard:
+    if any(character in shard for character in "/\\:") or shard in (".", ".."):
         return "leads out of the checkpoint directory or into a folder; only plain file names are read"
     if not shard.endswith(".safetensors"):
         return "is not a .safetensors file"

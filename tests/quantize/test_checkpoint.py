@@ -163,6 +163,11 @@ def test_directories_without_a_checkpoint_say_what_is_there(tmp_path: Path) -> N
     assert "found pytorch_model.bin" in text
 
 
+def make_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
@@ -170,7 +175,7 @@ def test_directories_without_a_checkpoint_say_what_is_there(tmp_path: Path) -> N
         (lambda path: path.write_bytes(path.read_bytes()[:-2]), "truncated"),
         (lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), "git-lfs"),
         (lambda path: (path.unlink(), path.mkdir()), "not a regular file"),
-        (lambda path: (path.unlink(), os.mkfifo(path)), "not a regular file"),
+        (make_pipe, "not a regular file"),
         (lambda path: (path.unlink(), path.symlink_to(path)), "cannot be read"),
         (lambda path: (path.unlink(), path.symlink_to("gone")), "absent"),
     ],

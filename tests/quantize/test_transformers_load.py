@@ -60,6 +60,7 @@ def test_logits_agree_with_the_dequantized_weights(
     loaded = logits(tmp_path / "out", integer_activations=False)
     assert (loaded - exact).abs().max() <= 1e-5 * exact.abs().max()
     served = logits(tmp_path / "out", integer_activations=True)
+    assert (served - loaded).abs().max() > 1e-3 * exact.abs().max()
     original = logits(source, integer_activations=False)
     for candidate in (exact, served):
         relative = float((candidate - original).square().mean().sqrt() / original.square().mean().sqrt())
