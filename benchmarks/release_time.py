@@ -21,6 +21,7 @@ from serving.bench import describe_machine
 
 
 def main() -> None:
+    """Run both releases and print their times."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("--cold", action="store_true", help="start without cached programs and native code")
