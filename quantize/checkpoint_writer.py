@@ -56,6 +56,12 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def check_target(out: Path) -> None:
+    """Refuse a place that holds anything; an empty folder is fine."""
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise CheckpointError(f"{out}: exists already; remove it or choose another place")
+
+
 class StagingFolder:
     """A hidden folder beside `out` that becomes `out` by one rename, or vanishes.
 
@@ -63,8 +69,7 @@ class StagingFolder:
     """
 
     def __init__(self, out: Path) -> None:
-        if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-            raise CheckpointError(f"{out}: exists already; remove it or choose another place")
+        check_target(out)
         self.out = out
         try:
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -14,33 +14,32 @@ from typing import Any
 import torch
 
 from quantize.checkpoint import scan_checkpoint
-from quantize.checkpoint_writer import CheckpointWriter, TensorSpec
+from quantize.checkpoint_writer import CheckpointWriter, TensorSpec, check_target
 from quantize.errors import CheckpointError
+from quantize.gguf_header import read_gguf_header
 from quantize.model_config import FAMILIES, parse_model_config, read_json_object
 from quantize.quiet import quiet_transformers
 
-MAGIC = b"GGUF"
+ROPE_FACTORS = "rope_freqs.weight"
 UNSTABLE_CONFIG_KEYS = ("_name_or_path", "_model_name_or_path")
 logger = logging.getLogger(__name__)
 
 
-def gguf_architecture(path: Path) -> str:
-    """The architecture a GGUF file states; raises CheckpointError when it is no readable GGUF file."""
-    from gguf import GGUFReader
-
-    try:
-        with path.open("rb") as file:
-            magic = file.read(len(MAGIC))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if magic != MAGIC:
-        raise CheckpointError(f"{path}: not a GGUF file (it starts with {magic!r}, expected {MAGIC!r})")
-    try:
-        field = GGUFReader(path).get_field("general.architecture")
-        architecture = field.contents() if field is not None else None
-    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
-        raise CheckpointError(f"{path}: damaged or truncated GGUF file: {str(error)[:120]}") from error
-    return str(architecture)
+def check_gguf(path: Path) -> str:
+    """Check that a GGUF file is sound and can be converted, from its header alone; returns its architecture."""
+    header = read_gguf_header(path)
+    architecture = str(header.metadata.get("general.architecture"))
+    problems: list[str] = []
+    if architecture not in FAMILIES:
+        problems.append(f"architecture {architecture!r}, expected one of {', '.join(FAMILIES)}")
+    # transformers would pass over both and compute with unscaled frequencies.
+    scaling = header.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none" or ROPE_FACTORS in header.tensors:
+        named = f"type {scaling!r}" if scaling != "none" else f"tensor {ROPE_FACTORS}"
+        problems.append(f"RoPE scaling ({named}), expected none: use the model's original safetensors checkpoint")
+    if problems:
+        raise CheckpointError(f"{path}: this GGUF file cannot be converted", problems)
+    return architecture
 
 
 def _load(path: Path) -> tuple[Any, Any]:
@@ -49,24 +48,32 @@ def _load(path: Path) -> tuple[Any, Any]:
 
     folder = str(path.parent)
     with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder,
+            gguf_file=path.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+            output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=path.name)
+    # What is missing would keep random initial values, with nothing but a logged warning.
+    lacking = sorted({*loading["missing_keys"], *(str(key) for key in loading["mismatched_keys"])})
+    if model.config.tie_word_embeddings and "lm_head.weight" in lacking:
+        lacking.remove("lm_head.weight")
+    if lacking:
+        raise CheckpointError(f"{path}: tensors are missing or of the wrong shape in this GGUF file", lacking)
     return model, tokenizer
 
 
 def convert_gguf(path: Path, out: Path) -> Path:
     """Convert a GGUF file to a BF16 safetensors checkpoint in the new directory `out`; returns `out`.
 
-    Deterministic: the same file gives the same payload digest. Raises CheckpointError for a file that is no GGUF, is
-    damaged, or has an architecture that is not supported; then `out` does not exist.
+    Deterministic: the same file gives the same payload digest. Raises CheckpointError when `out` holds something, for a
+    file that is no GGUF, is damaged or lacks tensors, and for an architecture or RoPE scaling that is not supported;
+    nothing is left behind then.
     """
-    architecture = gguf_architecture(path)
-    if architecture not in FAMILIES:
-        raise CheckpointError(
-            f"{path}: GGUF architecture {architecture!r} is not supported, expected one of {', '.join(FAMILIES)}"
-        )
+    check_target(out)
+    architecture = check_gguf(path)
     logger.info("unpacking %s (%s)", path.name, architecture)
     try:
         model, tokenizer = _load(path)

