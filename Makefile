@@ -6,6 +6,8 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STORE ?= .pypto-deploy
+# Verified programs, PyPTO's calculator and the native executor are kept per user, for all checkouts.
+CACHE := $(or $(PYPTO_DEPLOY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/pypto-deploy)
 MODEL ?= models/SmolLM2-135M-Instruct
 export PYPTO_DEPLOY_STORE = $(STORE)
 
@@ -46,4 +48,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt scripts/prerequisites.sh
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(STORE) models build output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(STORE) $(CACHE) models build output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kernels.calculator import default_cache_dir
 from serving.errors import ExecutorError
 
 logger = logging.getLogger(__name__)
@@ -97,9 +98,8 @@ def resolve_instruction_set(name: str | None) -> InstructionSet:
 
 
 def cache_dir() -> Path:
-    """Where built libraries live: `$XDG_CACHE_HOME/pypto-deploy/native`, by default under `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pypto-deploy" / "native"
+    """Where built libraries live: `native/` in the folder that the kernels' toolchain keeps its results in."""
+    return default_cache_dir() / "native"
 
 
 def build_library(instruction_set: InstructionSet) -> Path:
