@@ -331,7 +331,7 @@ def test_the_cache_memory_is_lazy(qwen3: Slabs) -> None:
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PYPTO_DEPLOY_CACHE", str(tmp_path / "cache"))
     native.load_library.cache_clear()
-    yield tmp_path / "cache" / "pypto-deploy" / "native"
+    yield tmp_path / "cache" / "native"
     native.load_library.cache_clear()
 
 
