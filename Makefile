@@ -1,6 +1,8 @@
 # The two commands that matter: `make release` and `make test`. Everything lives in .venv/, models/ and .pypto-deploy/.
 
-PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+# The first Python that runs and is 3.11 or 3.12 (pypto has wheels for no newer one); a version manager's shim may not run.
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 # PyPI's torch for Linux is a CUDA build of several GB; set TORCH_INDEX to PyTorch's index of CPU wheels to avoid it.
 TORCH_INDEX ?=
 VENV := .venv
@@ -38,7 +40,7 @@ $(MODEL)/config.json: | $(VENV)/.installed
 	$(BIN)/pypto-deploy sample-model $(MODEL)
 
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/prerequisites.sh
-	sh scripts/prerequisites.sh
+	PYTHON=$(PYTHON) sh scripts/prerequisites.sh
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip --version >/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@# torch first and alone: whatever asks for it later is then content with this build

@@ -11,10 +11,18 @@ need g++ g++
 need make make
 need cmake cmake
 
-python=${PYTHON:-python3}
-if command -v "$python" >/dev/null 2>&1; then
-    "$python" -c 'import venv, ensurepip' 2>/dev/null || missing="$missing python3-venv"
+supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))'
+python=${PYTHON:-}
+if [ -z "$python" ]; then
+    for candidate in python3.12 python3.11 python3; do
+        if "$candidate" -c "$supported" 2>/dev/null; then python=$candidate; break; fi
+    done
 fi
+if [ -z "$python" ] || ! "$python" -c "$supported" 2>/dev/null; then
+    echo "No Python 3.11 or 3.12 was found (pypto has wheels for no newer one): install one, or name it with PYTHON=" >&2
+    exit 1
+fi
+"$python" -c 'import venv, ensurepip' 2>/dev/null || missing="$missing python3-venv"
 
 [ -n "$missing" ] || exit 0
 if [ "${1:-}" = "--install" ]; then

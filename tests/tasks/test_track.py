@@ -19,6 +19,8 @@ def evidence(digest: str = "d" * 64, recipe_note: str = "") -> dict[str, Any]:
         "digest": digest,
         "passed": True,
         "registered": True,
+        "gates": [{"name": "mean_kl", "value": 0.01, "bound": 0.1, "direction": "<=", "passed": True}],
+        "programs": [{"name": "decode_layer", "status": "READY", "passes": ["tensor_graph"], "simulated_us": 9.5}],
         "recipe": {"arithmetic": "fp32", "note": recipe_note},
         "tpot": {"platform": "cpu", "tpot_ms": 1.5, "requests": [{"tpot_ms": 1.4}, {"tpot_ms": 1.6}]},
         "metrics": {"mean_kl": 0.01, "tpot_ms": 1.5, "absent": None},
@@ -55,6 +57,8 @@ def test_a_release_is_one_run_and_one_version(tracking: Tracking, reports: Path)
     assert run.data.metrics == {"mean_kl": 0.01, "tpot_ms": 1.5, "tpot_ms_per_request": 1.6}
     assert run.data.tags["bundle_digest"] == "d" * 64
     assert "git_commit" not in run.data.tags
+    assert "| mean_kl | 0.01 | <= 0.1 | pass |" in run.data.tags["mlflow.note.content"]
+    assert "| decode_layer | READY | 1 passes | 9.5 us |" in run.data.tags["mlflow.note.content"]
     assert len(run.data.params["source"]) == 500
     assert {item.path for item in mlflow.list_artifacts(tracked.run_id)} == {"bundle", "recipe.json", "reports"}
     version = mlflow.get_model_version("tiny", tracked.model_version)
