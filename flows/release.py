@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from prefect import flow
+from prefect import State, flow
 from prefect.runtime import flow_run
+from prefect.states import Completed
 from pydantic import Field
 
 from flows import console
@@ -31,13 +32,13 @@ def release(
     store: str | None = None,
     promote: Promote = "auto",
     quality_tokens: Annotated[int, Field(ge=64)] = 2048,
-) -> dict[str, Any]:
-    """Release `source` (a checkpoint directory or `.gguf` file) to the store; returns the release as JSON values.
+) -> State[dict[str, Any]]:
+    """Release `source` (a checkpoint directory or `.gguf` file) to the store; the result is the release as JSON values.
 
     `recipe` is a file path or the recipe itself. `platform` says where TPOT comes from: `cpu` and `a2a3` are measured
     over HTTP, `sim` is PyPTO's cost model. `promote`: `auto` moves the champion when the gates pass, `manual` stops at
-    the candidate, `never` only stores the bundle. A failed gate is in the answer (`promoted` false); bad input and a
-    program that fails to verify raise.
+    the candidate, `never` only stores the bundle. A failed gate ends the run in the state "Rejected" (`promoted` is
+    false in the result); bad input and a program that fails to verify raise.
     """
     # The layers below are imported here and not at the top: a deployment's start is dominated by imports.
     from flows.inputs import check_inputs
@@ -150,7 +151,7 @@ def release(
             outcome = "; ".join(step.message for step in moved) or why_not(promote, failed)
             line.outcome = outcome
     champion = moved[-1] if moved and moved[-1].alias == CHAMPION else None
-    return {
+    answer = {
         "digest": stored.digest,
         "name": release_name,
         "path": stored.path,
@@ -169,6 +170,8 @@ def release(
         "tracking_problem": tracked.problem,
         "prefect_run_id": run_id,
     }
+    name_of_state = "Rejected" if failed else "Completed"
+    return Completed(name=name_of_state, message=outcome, data=answer)
 
 
 def cached(task: Any, work: Path, step: str, key: str, **parameters: Any) -> StepRecord:

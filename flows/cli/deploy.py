@@ -8,7 +8,7 @@ import shutil
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import typer
 
@@ -74,13 +74,17 @@ def release(
                 from flows.release import release as flow
 
             line.outcome = "embedded server, or PREFECT_API_URL"
-        answer: dict[str, Any] = flow(
-            source=source,
-            name=name,
-            recipe=recipe,
-            platform=platform.value,
-            store=str(folder.root),
-            promote=promote.value,
+        # Called as a function, a flow gives the result of the state that it returns.
+        answer = cast(
+            "dict[str, Any]",
+            flow(
+                source=source,
+                name=name,
+                recipe=recipe,
+                platform=platform.value,
+                store=str(folder.root),
+                promote=promote.value,
+            ),
         )
         if not as_json:
             _print_release(answer)
