@@ -16,6 +16,7 @@ from typing import Any
 
 from quantize.errors import CheckpointError
 
+MAX_LAYERS = 10**4
 MAX_JSON_BYTES = 64 * 2**20
 """Longest JSON file read; the largest real indexes stay below a tenth of it."""
 
@@ -96,12 +97,14 @@ class _Fields:
         found = f"found {json.dumps(self.values[key], default=str)[:80]}" if key in self.values else "the key is absent"
         self.problems.append(f"config.json: {key}: {found}, expected {expected}")
 
-    def positive_int(self, key: str, default: int | None = None, *, null_is_default: bool = False) -> int:
+    def positive_int(
+        self, key: str, default: int | None = None, *, null_is_default: bool = False, limit: int = 2**40
+    ) -> int:
         value = self.values.get(key, _ABSENT)
         if default is not None and (value is _ABSENT or (value is None and null_is_default)):
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**40:
-            self._say(key, "a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < limit:
+            self._say(key, f"a positive integer below {limit}")
             return 1
         return value
 
@@ -238,7 +241,8 @@ def parse_model_config(config: Mapping[str, Any], generation_config: Mapping[str
         raise CheckpointError("the model's configuration cannot be used", problems)
     fields = _Fields(config, problems)
     hidden_size = fields.positive_int("hidden_size")
-    num_layers = fields.positive_int("num_hidden_layers")
+    # Every layer's tensor names are listed before a weight is looked at, so the count itself must be believable.
+    num_layers = fields.positive_int("num_hidden_layers", limit=MAX_LAYERS)
     num_heads = fields.positive_int("num_attention_heads")
     default_kv_heads = num_heads if family.name == "llama" or config.get("num_key_value_heads", 0) is None else None
     num_kv_heads = fields.positive_int("num_key_value_heads", default_kv_heads, null_is_default=True)

@@ -17,7 +17,7 @@ import uuid
 from pathlib import Path
 
 from serving.alias_history import AliasMove, alias_stacks, append_move, read_moves
-from serving.bundle import Bundle, BundleParts, assemble_bundle, identify, read_bundle
+from serving.bundle import Bundle, BundleParts, assemble_bundle, identify, read_bundle, verify_bundle
 from serving.errors import BundleError, StoreError
 from serving.files import locked, sync_directory
 from serving.manifest import Evidence
@@ -53,17 +53,20 @@ class BundleStore:
         return self.bundles_dir / digest
 
     def put(self, parts: BundleParts, evidence: Evidence) -> Bundle:
-        """Assemble the bundle of `parts` in the store, or return the equal one that is there already (as it is)."""
+        """Assemble the bundle of `parts` in the store, or return the equal one that is there already.
+
+        What is there is hashed again first: releasing its source once more is how a damaged bundle is repaired.
+        """
         identity = identify(parts)
         path = self.bundle_path(identity.digest())
         # Held shared by every assembler: while anybody assembles, partial folders are not leftovers.
         with locked(self._assembly_lock, shared=True):
             if path.exists():
-                try:
+                problems = verify_bundle(path)
+                if not problems:
                     return read_bundle(path)
-                except BundleError as error:
-                    logger.warning("replacing a damaged bundle: %s", error)
-                    self._remove(path)
+                logger.warning("replacing the damaged bundle %s: %s", path, "; ".join(problems))
+                self._remove(path)
             try:
                 return assemble_bundle(path, parts, evidence, identity)
             except (OSError, BundleError):
@@ -133,6 +136,22 @@ class BundleStore:
             if not stack:
                 raise StoreError(f"alias {alias!r} names {present} and no earlier bundle: nothing to roll back to")
             return append_move(self._history_file, alias, "rollback", stack[-1], present, reason)
+
+    def move_back(self, move: AliasMove, reason: str) -> AliasMove:
+        """Undo `move`, which nobody could take up: its alias names again what it named before, and that is good.
+
+        After a rollback that is the bundle rolled back from, not one further back. StoreError when the alias has moved
+        on meanwhile or there is nothing to go back to.
+        """
+        if move.kind == "promote":
+            return self.rollback(move.alias, reason, expected=move.digest)
+        with locked(self._alias_lock):
+            last = self.last_move(move.alias)
+            if last is None or last.sequence != move.sequence:
+                raise StoreError(f"alias {move.alias!r} has moved on since move {move.sequence}; it is left there")
+            if move.previous is None or not self.bundle_path(move.previous).is_dir():
+                raise StoreError(f"alias {move.alias!r} cannot go back to {move.previous}, which is gone")
+            return append_move(self._history_file, move.alias, "promote", move.previous, move.digest, reason)
 
     def resolve(self, reference: str) -> Bundle:
         """The bundle that `reference` means: an alias, a digest or its unique beginning, or the path of a folder."""

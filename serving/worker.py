@@ -214,9 +214,7 @@ class Worker:
     def _move_back(self, move: AliasMove, reason: str) -> None:
         try:
             # Only if nobody else has moved the alias meanwhile: another worker may have failed on it first.
-            back = self._store.rollback(
-                move.alias, f"worker {os.getpid()} could not take up {move.digest}: {reason}", expected=move.digest
-            )
+            back = self._store.move_back(move, f"worker {os.getpid()} could not take up {move.digest}: {reason}")
         except (StoreError, OSError) as error:
             logger.error("the alias was not moved back: %s", error)
         else:

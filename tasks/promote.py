@@ -75,14 +75,16 @@ def rollback_alias(store: Path, alias: str, reason: str, tracking: Tracking | No
     bundles = BundleStore(store)
     before = bundles.alias(alias)
     move = bundles.rollback(alias, reason)
-    mirror(tracking, move.digest, alias)
     message = f"{alias} is {move.digest[:12]} again, was {(before or 'nothing')[:12]}"
     workers: list[str] = []
     try:
         workers = await_workers(bundles, move.digest, alias)
     except SwitchError as error:
-        message += f"; but {error}"
-    return Promotion(alias=alias, digest=move.digest, moved=True, promoted=True, workers=workers, message=message)
+        message = f"{alias} was to be {move.digest[:12]} again and is {(bundles.alias(alias) or '-')[:12]}: {error}"
+    now = bundles.alias(alias) or move.digest
+    mirror(tracking, now, alias)
+    held = now == move.digest
+    return Promotion(alias=alias, digest=now, moved=held, promoted=held, workers=workers, message=message)
 
 
 def await_workers(bundles: BundleStore, digest: str, alias: str) -> list[str]:

@@ -89,7 +89,10 @@ def flush_pending(tracking: Tracking) -> list[Tracked]:
     for folder in pending(tracking):
         evidence = json.loads((folder / "evidence.json").read_text())
         logged.append(log_release(tracking, evidence, folder / "reports"))
-        shutil.rmtree(folder)
+        # Out of sight in one move: a removal cut short must not leave a folder that looks as if it still waited.
+        done = folder.with_name(f".{folder.name}")
+        folder.rename(done)
+        shutil.rmtree(done)
     return logged
 
 

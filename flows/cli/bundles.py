@@ -147,6 +147,8 @@ def rollback(alias: str = ALIAS_OPTION, store: str | None = STORE_OPTION, as_jso
 
     answer = rollback_alias(folder.root, alias, "rolled back by hand", Tracking.of_store(folder.root))
     _answer(answer.model_dump(), as_json)
+    if not answer.promoted:
+        raise FailedError(answer.message)
 
 
 def status(
@@ -159,11 +161,16 @@ def status(
     bundles = _open(folder)
     configure_environment(folder)
     from serving.worker_registry import live_workers
+    from tasks.promote import mirror
     from tasks.track import flush_pending, pending
     from tasks.tracking import Tracking
 
     tracking = Tracking.of_store(folder.root)
     logged = [tracked.run_id for tracked in flush_pending(tracking)] if log_pending else []
+    if logged:
+        # The aliases moved while MLflow did not know the versions yet.
+        for alias, digest in bundles.aliases().items():
+            mirror(tracking, digest, alias)
     answer: dict[str, Any] = {
         "store": str(folder.root),
         "aliases": bundles.aliases(),

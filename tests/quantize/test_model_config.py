@@ -239,3 +239,9 @@ def test_a_huge_json_file_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(CheckpointError, match="not a JSON file"):
         read_json_object(tmp_path / "folder")
+
+
+def test_a_layer_count_beyond_belief_is_refused_at_once() -> None:
+    assert "num_hidden_layers: found 1000000000, expected a positive integer below" in problems(
+        {**BASE, "num_hidden_layers": 10**9}
+    )

@@ -18,7 +18,7 @@ from serving.manifest import MANIFEST_FILE
 from serving.store import RECENT_MOVES, BundleStore
 from serving.switch import await_switch
 from serving.worker_registry import WorkerRecord, live_workers, register
-from tests.serving.bundles import evidence_of
+from tests.serving.bundles import evidence_of, flip_byte
 
 
 def put_all(store: BundleStore, parts: list[BundleParts]) -> list[str]:
@@ -38,6 +38,14 @@ def test_put_replaces_a_bundle_with_a_broken_manifest(store: BundleStore, tiny_p
     first = store.put(tiny_parts[0], evidence_of(tiny_parts[0]))
     (first.path / MANIFEST_FILE).write_text("{")
     assert store.bundles() == []
+    assert store.put(tiny_parts[0], evidence_of(tiny_parts[0])) == first
+    assert verify_bundle(first.path) == []
+
+
+def test_put_replaces_a_bundle_with_damaged_weights(store: BundleStore, tiny_parts: list[BundleParts]) -> None:
+    first = store.put(tiny_parts[0], evidence_of(tiny_parts[0]))
+    flip_byte(first.slabs_dir / "slabs.safetensors")
+    assert verify_bundle(first.path) != []
     assert store.put(tiny_parts[0], evidence_of(tiny_parts[0])) == first
     assert verify_bundle(first.path) == []
 
@@ -77,6 +85,35 @@ def test_rollback_during_a_promotion_moves_nothing_it_did_not_mean(
     with pytest.raises(StoreError, match="by now"):
         store.rollback(expected=b)
     assert store.alias("champion") == c
+
+
+def test_a_rollback_nobody_can_take_up_is_undone(store: BundleStore, tiny_parts: list[BundleParts]) -> None:
+    a, b, c, _ = put_all(store, tiny_parts)
+    for digest in (a, b, c):
+        store.promote(digest)
+    move = store.rollback()
+    assert move.digest == b
+    back = store.move_back(move, "damaged")
+    assert (back.digest, back.previous, store.alias("champion")) == (c, b, c)
+    with pytest.raises(StoreError, match="moved on"):
+        store.move_back(move, "damaged")
+    # A promotion is undone by a rollback, as before.
+    assert store.move_back(store.promote(a), "damaged").digest == c
+
+
+def test_await_switch_sees_a_failed_rollback(store: BundleStore, tiny_parts: list[BundleParts]) -> None:
+    a, b, _, _ = put_all(store, tiny_parts)
+    store.promote(a)
+    store.promote(b)
+    with register(store.root, record(digest=b)) as registration:
+        move = store.rollback()
+        registration.update(failed_digest=a, failed_move=move.sequence, error="damaged")
+        with pytest.raises(SwitchError, match="damaged"):
+            await_switch(store, a, timeout_s=5)
+        registration.update(failed_move=None)
+        store.promote(b)
+        with pytest.raises(SwitchError, match="went on to"):
+            await_switch(store, a, timeout_s=5)
 
 
 def test_rollback_skips_bundles_that_are_gone(store: BundleStore, tiny_parts: list[BundleParts]) -> None:

@@ -1,4 +1,5 @@
 import json
+import shutil
 import socket
 import sqlite3
 from pathlib import Path
@@ -106,6 +107,26 @@ def test_an_outage_keeps_the_evidence_and_logs_it_later(tracking: Tracking, repo
     experiment = client(tracking).get_experiment_by_name(EXPERIMENT)
     runs = client(tracking).search_runs([experiment.experiment_id])
     assert [run.info.run_id for run in runs] == [logged.run_id]
+
+
+def test_a_removal_cut_short_does_not_wait_again(
+    tracking: Tracking, reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    down = tracking.model_copy(update={"uri": "http://127.0.0.1:9"})
+    assert log_or_keep(down, evidence(), reports).run_id is None
+    remove = shutil.rmtree
+
+    def cut_short(folder: Path, **options: Any) -> None:
+        if Path(folder).parent == Path(tracking.pending):
+            (Path(folder) / "evidence.json").unlink()
+        else:
+            remove(folder, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tasks.track.shutil.rmtree", cut_short)
+        assert len(flush_pending(tracking)) == 1
+    assert pending(tracking) == []
+    assert log_or_keep(tracking, evidence(), reports).run_id is not None
 
 
 def test_a_broken_database_is_an_outage_and_not_a_crash(tracking: Tracking, reports: Path) -> None:
