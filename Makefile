@@ -22,7 +22,7 @@ release: $(MODEL)/config.json
 	  --ask "What is 2 + 3?"
 
 test: check $(MODEL)/config.json
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

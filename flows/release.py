@@ -141,11 +141,11 @@ def release(
             tracked = track.track_step(tracking, found, str(reports))
             line.outcome = f"run {tracked.run_id}" if tracked.run_id else "not available; the evidence is kept"
             bundle.evidence_step(stored.path, found, tracked.run_id)
+        # An MLflow that did not answer a moment ago is not asked again; its aliases follow when the evidence is logged.
+        mirrored = None if tracked.problem else tracking.model_dump()
         with lines.step("promote") as line:
             moved = [
-                promotion.promote_step(
-                    str(folder.root), stored.digest, alias, f"release {run_id}", tracking.model_dump()
-                )
+                promotion.promote_step(str(folder.root), stored.digest, alias, f"release {run_id}", mirrored)
                 for alias in aliases_to_move(promote, passed=found["passed"])
             ]
             outcome = "; ".join(step.message for step in moved) or why_not(promote, failed)

@@ -56,7 +56,9 @@ class Sampler:
     def _draw(self, logits: Tensor) -> int:
         """Temperature, then top-k, then top-p (Holtzman et al., 2019), then one draw by the inverse distribution."""
         params = self._params
-        values, ids = torch.sort(logits.to(torch.float64) / params.temperature, descending=True, stable=True)
+        # The greatest logit becomes 0 first, so that the smallest temperature gives -inf and never inf - inf.
+        scaled = (logits.to(torch.float64) - float(logits.max())) / params.temperature
+        values, ids = torch.sort(scaled, descending=True, stable=True)
         if params.top_k:
             values, ids = values[: params.top_k], ids[: params.top_k]
         cumulative = torch.softmax(values, dim=-1).cumsum(dim=-1)

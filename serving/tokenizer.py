@@ -42,9 +42,17 @@ class Tokenizer:
             )
         try:
             loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise TokenizerError(f"cannot load the tokenizer in {directory}: {error}") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            # Damaged files surface as whatever their first use raises inside transformers.
+            raise TokenizerError(
+                f"cannot load the tokenizer in {directory}: {type(error).__name__}: {error}; "
+                "tokenizer.json and tokenizer_config.json must be those that save_pretrained wrote"
+            ) from error
         return cls(loaded)
+
+    def check_chat_template(self) -> None:
+        """Render a short conversation; TokenizerError when the chat template is broken or refuses it."""
+        self.encode_chat([{"role": "user", "content": "Hello"}])
 
     @property
     def eos_token_id(self) -> int | None:

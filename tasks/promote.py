@@ -127,7 +127,9 @@ def _put_back(bundles: BundleStore, alias: str, digest: str, before: str | None,
 
 @task(name="promote", persist_result=False)
 def promote_step(
-    store: str, digest: str, alias: Literal["candidate", "champion"], reason: str, tracking: dict[str, Any]
+    store: str, digest: str, alias: Literal["candidate", "champion"], reason: str, tracking: dict[str, Any] | None
 ) -> Promotion:
-    """Prefect task over `promote_bundle`."""
-    return promote_bundle(Path(store), digest, alias, reason, Tracking.model_validate(tracking))
+    """Prefect task over `promote_bundle`; `tracking` is None when MLflow is known to be away."""
+    return promote_bundle(
+        Path(store), digest, alias, reason, None if tracking is None else Tracking.model_validate(tracking)
+    )

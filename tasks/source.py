@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from pydantic import BaseModel, ConfigDict
 from quantize.checkpoint import payload_digest
 from quantize.gguf_source import convert_gguf
 from quantize.preflight import check_source
+from serving.tokenizer import Tokenizer
 from tasks import progress
 from tasks.steps import file_digest, run_step, step_key
+
+logger = logging.getLogger(__name__)
 
 
 class Source(BaseModel):
@@ -42,7 +46,20 @@ def identify(source: Path, work: Path) -> Source:
     else:
         directory = source
     check_source(directory).close()
+    check_tokenizer(directory)
     return Source(path=str(directory.resolve()), digest=payload_digest(directory), origin=str(source))
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Refuse a checkpoint whose tokenizer or chat template does not work, since the worker could not serve it.
+
+    A missing chat template is only noted: completions work without one. Raises serving's TokenizerError.
+    """
+    tokenizer = Tokenizer.load(directory)
+    if tokenizer.has_chat_template:
+        tokenizer.check_chat_template()
+    else:
+        logger.warning("%s has no chat template: the worker will answer completions, and refuse chat", directory)
 
 
 @task(name="identify source", persist_result=False)

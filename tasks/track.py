@@ -14,13 +14,15 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect import task
 from pydantic import BaseModel, ConfigDict
 
+from serving.bundle import update_evidence
+from serving.files import locked
 from tasks.errors import TrackingError
 from tasks.steps import write_json
 from tasks.tracking import Tracking
@@ -88,12 +90,21 @@ def flush_pending(tracking: Tracking) -> list[Tracked]:
     logged = []
     for folder in pending(tracking):
         evidence = json.loads((folder / "evidence.json").read_text())
-        logged.append(log_release(tracking, evidence, folder / "reports"))
+        tracked = log_release(tracking, evidence, folder / "reports")
+        _record_run(tracking, evidence["digest"], tracked.run_id)
+        logged.append(tracked)
         # Out of sight in one move: a removal cut short must not leave a folder that looks as if it still waited.
         done = folder.with_name(f".{folder.name}")
         folder.rename(done)
         shutil.rmtree(done)
     return logged
+
+
+def _record_run(tracking: Tracking, digest: str, run_id: str | None) -> None:
+    """Name the run in the bundle's manifest, if the bundle is still in the store."""
+    bundle = Path(tracking.pending).parent / "bundles" / digest
+    if bundle.is_dir():
+        update_evidence(bundle, mlflow_run_id=run_id)
 
 
 def pending(tracking: Tracking) -> list[Path]:
@@ -132,7 +143,14 @@ def _client(tracking: Tracking) -> Iterator[MlflowClient]:
     if tracking.is_local:
         Path(tracking.artifacts).mkdir(parents=True, exist_ok=True)
     try:
-        yield MlflowClient(tracking_uri=tracking.uri, registry_uri=tracking.uri)
+        # Making a client, or its first call, makes or migrates a local database; two processes at once would break it.
+        lock = locked(Path(tracking.artifacts).parent / ".migration.lock") if tracking.is_local else nullcontext()
+        with lock:
+            client = MlflowClient(tracking_uri=tracking.uri, registry_uri=tracking.uri)
+            if tracking.is_local:
+                client.search_experiments(max_results=1)
+                client.search_registered_models(max_results=1)
+        yield client
     except (MlflowException, RequestException, SQLAlchemyError) as error:
         raise TrackingError(f"MLflow at {tracking.uri}: {str(error).splitlines()[0]}") from error
 

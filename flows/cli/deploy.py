@@ -66,14 +66,14 @@ def release(
     check_inputs(source, name, recipe, platform.value)
     folder.root.mkdir(parents=True, exist_ok=True)
     console.use(console.ReleaseConsole())
+    from flows.prefect_server import prepare_prefect
     from flows.reaper import no_orphans
 
     with no_orphans():
         with console.current().step("start Prefect") as line:
+            line.outcome = prepare_prefect(folder)
             with contextlib.redirect_stdout(None):
                 from flows.release import release as flow
-
-            line.outcome = "embedded server, or PREFECT_API_URL"
         # Called as a function, a flow gives the result of the state that it returns.
         answer = cast(
             "dict[str, Any]",

@@ -64,6 +64,7 @@ def test_stage_answers_with_digest_and_tensors(checkpoint: Path, tmp_path: Path)
         (["release", "SOURCE", "--store", "STORE", "--name", "a b"], ["name 'a b'"]),
         (["release", "SOURCE", "--store", "STORE", "--platform", "a2a3"], ["torch_npu", "--platform sim"]),
         (["release", "SOURCE", "--store", "EXISTING/file"], ["is a file"]),
+        (["release", "EXISTING", "--store", "STORE"], ["without config.json"]),
         (["programs", "list", "--model", "gpt-5"], ["gpt-5", "qwen3-14b"]),
         (["programs", "simulate", "--program", "nope"], ["nope", "decode_layer"]),
         (["serve", "champion", "--store", "STORE"], ["no store at"]),
@@ -96,6 +97,13 @@ def test_bad_input_is_one_message_and_exit_code_2(
         assert word in stderr
     assert "Traceback" not in stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_prefect_server_that_does_not_answer_is_named(source: Path, tmp_path: Path) -> None:
+    arguments = ["release", str(source), "--store", str(tmp_path / "store"), "--name", "tiny"]
+    _, stderr = run_cli(*arguments, code=2, PREFECT_API_URL="http://127.0.0.1:9/api")
+    assert "PREFECT_API_URL is http://127.0.0.1:9/api" in stderr
+    assert "Traceback" not in stderr
 
 
 def test_an_error_with_json_is_an_object_too(tmp_path: Path) -> None:

@@ -3,17 +3,16 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from flows.reaper import MARK, marked, no_orphans
 
 PROGRAM = """
-import subprocess, sys, time
-from flows.reaper import no_orphans
+import os, subprocess, sys, time
+from flows.reaper import MARK, no_orphans
 with no_orphans():
     deep = "import subprocess, sys, time; subprocess.Popen(['sleep', '300'], start_new_session=True); time.sleep(300)"
     child = subprocess.Popen([sys.executable, "-c", deep])
-    print(child.pid, flush=True)
+    print(os.environ[MARK], flush=True)
     time.sleep(300 if sys.argv[1] == "wait" else 1.0)
 """
 
@@ -22,9 +21,7 @@ def start(mode: str) -> tuple[subprocess.Popen[str], str]:
     run = subprocess.Popen([sys.executable, "-c", PROGRAM, mode], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     with run.stdout as lines:
-        child = int(lines.readline())
-    environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-    mark = next(item for item in environ if item.startswith(MARK.encode())).split(b"=", 1)[1].decode()
+        mark = lines.readline().strip()
     deadline = time.monotonic() + 20
     while len(marked(mark)) < 3 and time.monotonic() < deadline:  # watcher, child, grandchild
         time.sleep(0.05)

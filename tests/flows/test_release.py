@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -179,6 +180,38 @@ def test_failed_gates_store_the_bundle_and_keep_the_champion(
     _, stderr = run_cli("promote", other, "--store", str(store), code=2)
     assert "failed its gates" in stderr
     assert run_json("promote", other, "--force", "--store", str(store))["promoted"] is True
+
+
+def test_two_releases_at_once_on_a_new_store_end_with_the_same_bundle(
+    released: tuple[Path, dict[str, Any]], source: Path, recipe: Path, tmp_path: Path
+) -> None:
+    _, first = released
+    store = tmp_path / "store"
+    runs = [start_cli(*release_arguments(source, store, recipe), "--json") for _ in range(2)]
+    for run in runs:
+        stdout, stderr = run.communicate()
+        assert run.returncode == 0, stderr
+        answer = json.loads(stdout)
+        assert answer["digest"] == first["digest"]
+        assert answer["mlflow_run_id"] is not None, answer["tracking_problem"]
+
+
+@pytest.mark.parametrize("damage", ["no tokenizer", "empty tokenizer", "broken template"])
+def test_a_source_that_no_worker_could_serve_is_refused_first(
+    damage: str, source: Path, recipe: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    if damage == "no tokenizer":
+        (copy / "tokenizer.json").unlink()
+    elif damage == "empty tokenizer":
+        (copy / "tokenizer.json").write_text("{}")
+    else:
+        (copy / "chat_template.jinja").write_text("{% for %}")
+    _, stderr = run_cli(*release_arguments(copy, tmp_path / "store", recipe), code=2)
+    assert "token" in stderr or "template" in stderr
+    assert "Traceback" not in stderr
+    assert not (tmp_path / "store" / "work").exists()
 
 
 @pytest.mark.slow

@@ -31,6 +31,11 @@ def test_frequencies_follow_the_softmax() -> None:
         assert frequency == pytest.approx(float(expected[token]), abs=0.03)
 
 
+def test_the_smallest_temperature_is_all_but_greedy() -> None:
+    logits = torch.tensor([-2.0, 30.0, -40.0])
+    assert Sampler(SamplingParams(seed=1, temperature=1e-320)).sample(logits).token_id == 1
+
+
 def test_top_k_and_top_p_cut_the_tail() -> None:
     assert set(draws(SamplingParams(seed=1, top_k=2))) == {1, 3}
     assert set(draws(SamplingParams(seed=1, top_k=1))) == {1}
