@@ -1,4 +1,5 @@
-# The two commands that matter: `make release` and `make test`. Everything lives in .venv/, models/ and .pypto-deploy/.
+# The two commands that matter: `make release` and `make test`. Everything lives in .venv/, models/,
+# .pypto-deploy/ and the cache below; `make clean` removes them.
 
 # The first Python that runs and is 3.11 or 3.12 (pypto has wheels for no newer one); a version manager's shim may not run.
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
@@ -51,3 +52,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt scripts/prerequisites.sh
 
 clean:
 	rm -rf $(VENV) $(STORE) $(CACHE) models build output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find quantize kernels serving tasks flows tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -44,7 +44,9 @@ def examine(store: Store) -> list[Check]:
         _tool("g++", "the CPU executor's fast path and PyPTO's calculator; without it serving uses the torch path"),
         _cmake(),
         _npu(),
-        _service("Prefect", os.environ.get("PREFECT_API_URL"), "/health", "an embedded server is started as needed"),
+        _service(
+            "Prefect server", os.environ.get("PREFECT_API_URL"), "/health", "an embedded server is started as needed"
+        ),
         _mlflow(store),
         _disk(store),
     ]

@@ -23,7 +23,7 @@ from tasks.steps import StepRecord, find_record
 Promote = Literal["auto", "manual", "never"]
 
 
-@flow(name="release", persist_result=False, log_prints=False, validate_parameters=True)
+@flow(name="release", flow_run_name="{source}", persist_result=False, log_prints=False, validate_parameters=True)
 def release(
     source: Annotated[str, Field(min_length=1)],
     name: Annotated[str, Field(pattern=f"^{NAME_PATTERN.pattern}$")] | None = None,

@@ -82,10 +82,12 @@ def make_reports(evidence: Mapping[str, Any], folder: Path) -> None:
 
 
 def complete_bundle(path: Path, evidence: Mapping[str, Any], mlflow_run_id: str | None) -> None:
-    """Record in the bundle's manifest what was measured and decided; its digest stays."""
+    """Record in the bundle's manifest what was measured and decided; its digest and first name stay.
+
+    The name is what a worker serves it under, so a later release of the same weights must not change it.
+    """
     update_evidence(
         path,
-        name=evidence["name"],
         platform=evidence["platform"],
         recipe=dict(evidence["recipe"]),
         quality=dict(evidence["quality"]),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from prefect import task
 from pydantic import BaseModel, ConfigDict
 
-from serving.bundle import read_bundle
+from serving.bundle import read_bundle, verify_bundle
 from serving.errors import StoreError, SwitchError
 from serving.store import CHAMPION, BundleStore
 from serving.switch import await_switch
@@ -42,10 +42,13 @@ def promote_bundle(
     """Point `alias` at `digest` and wait until every live worker that follows it serves the bundle.
 
     When a worker cannot take it up, the alias goes back and the answer says so (`promoted` false). A champion must
-    have passed its gates unless `force`; raises `TasksError` otherwise. A tracking outage is logged, not raised.
+    have passed its gates unless `force`, and any bundle must be sound; raises `TasksError` otherwise. A tracking
+    outage is logged, not raised.
     """
     bundles = BundleStore(store)
     bundle = bundles.resolve(digest)
+    if problems := verify_bundle(bundle.path):
+        raise TasksError("\n  - ".join([f"{bundle.path} is damaged; release its source again:", *problems]))
     if alias == CHAMPION and not force:
         _require_gates(bundle.path)
     before = bundles.alias(alias)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from serving.store import BundleStore
 
 REF_ARGUMENT = typer.Argument(..., metavar="BUNDLE|ALIAS", help="A digest (or its start), an alias, or a folder.")
-ALIAS_OPTION = typer.Option("champion", "--alias", help="The alias to move.")
+ALIAS_OPTION = typer.Option("champion", "--alias", help="The alias to move: candidate or champion.")
 ALIASES = ("candidate", "champion")
 
 
@@ -66,7 +66,9 @@ def show(ref: str = REF_ARGUMENT, store: str | None = STORE_OPTION, as_json: boo
         emit_json({**summary, "path": str(bundle.path), "manifest": bundle.manifest.model_dump(mode="json")})
         return
     identity = bundle.manifest.identity
-    rows: list[list[object]] = [[key, value if value != [] else None] for key, value in summary.items()]
+    rows: list[list[object]] = [
+        [key, ", ".join(value) or None if isinstance(value, list) else value] for key, value in summary.items()
+    ]
     rows += [
         ["path", bundle.path],
         ["source", identity.source_digest],

@@ -179,13 +179,15 @@ def _print_where_to_look(answer: dict[str, Any], store: Store) -> None:
     emit_line("")
     if answer["mlflow_run_id"]:
         emit_line(f"MLflow run {answer['mlflow_run_id']}:")
-        emit_line(f"  {_command('mlflow')} ui --backend-store-uri {answer['mlflow_uri']} --port 5000")
+        emit_line(
+            f"  MLFLOW_DISABLE_TELEMETRY=true {_command('mlflow')} ui --backend-store-uri {answer['mlflow_uri']} --port 5000"
+        )
     else:
         emit_line(f"MLflow: {answer['tracking_problem']}")
     emit_line(f"Prefect flow run {answer['prefect_run_id']}:")
-    emit_line(
-        f"  PREFECT_HOME={store.root / 'prefect'} {_command('prefect')} server start --host 127.0.0.1 --port 4200"
-    )
+    quiet = "PREFECT_SERVER_ANALYTICS_ENABLED=false DO_NOT_TRACK=1"
+    server = f"{_command('prefect')} server start --host 127.0.0.1 --port 4200"
+    emit_line(f"  {quiet} PREFECT_HOME={store.root / 'prefect'} {server}")
     emit_line(f"Report: {Path(answer['path']) / 'reports' / 'report.html'}")
     emit_line(f"Serve it: {_command('pypto-deploy')} serve champion --store {store.root}")
 
