@@ -179,9 +179,8 @@ def _print_where_to_look(answer: dict[str, Any], store: Store) -> None:
     emit_line("")
     if answer["mlflow_run_id"]:
         emit_line(f"MLflow run {answer['mlflow_run_id']}:")
-        emit_line(
-            f"  MLFLOW_DISABLE_TELEMETRY=true {_command('mlflow')} ui --backend-store-uri {answer['mlflow_uri']} --port 5000"
-        )
+        page = f"{_command('mlflow')} ui --backend-store-uri {answer['mlflow_uri']} --port 5000"
+        emit_line(f"  MLFLOW_DISABLE_TELEMETRY=true {page}")
     else:
         emit_line(f"MLflow: {answer['tracking_problem']}")
     emit_line(f"Prefect flow run {answer['prefect_run_id']}:")
