@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from quantize.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix, linear_modules
 from quantize.errors import RecipeError
@@ -18,6 +19,17 @@ from quantize.model_config import ModelConfig
 from quantize.quantization_config import matches
 
 DOWN_PATTERN = r"re:model\.layers\.\d+\.mlp\.down_proj$"
+RECIPE_NAME = "recipe.yaml"
+"""The file in a W8A8 checkpoint that says how it was made."""
+
+
+def _check_patterns(entries: tuple[str, ...]) -> tuple[str, ...]:
+    for entry in entries:
+        try:
+            matches(entry, "")
+        except re.error as error:
+            raise ValueError(f"{entry!r} is not a valid pattern: {error}") from None
+    return entries
 
 
 class Gates(BaseModel):
@@ -31,31 +43,124 @@ class Gates(BaseModel):
     max_tpot_ms: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
 
 
-class Recipe(BaseModel):
-    """How to quantize, and what the result must reach.
+class ModuleScheme(BaseModel):
+    """A scheme for the Linear modules that `targets` name: exact names, `re:` patterns, or the class `Linear`."""
 
-    `arithmetic`: `fp32` computes codes from the scale as stored; `compat` equals llm-compressor's data-free W8A8.
-    `ignore`: modules left in the source's dtype, as exact names or `re:` patterns. `down`: `bf16` keeps the MLP's down
-    projections in the source's dtype.
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    targets: tuple[str, ...] = Field(min_length=1)
+    scheme: Literal["int8", "bf16"]
+
+    @field_validator("targets")
+    @classmethod
+    def _patterns_compile(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        return _check_patterns(entries)
+
+
+class Calibration(BaseModel):
+    """The text that calibrated algorithms run through the model.
+
+    `data`: a text file, a JSON Lines file or a folder of them; None is the package's own text. `tokens` are taken, in
+    windows of `window_tokens`, by `seed`. `chat_template` renders JSON Lines conversations (`messages`) with the
+    checkpoint's own template; without it their contents are joined as plain text.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    data: str | None = None
+    tokens: int = Field(default=16_384, ge=2, le=2**24)
+    window_tokens: int = Field(default=512, ge=2, le=2**17)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    chat_template: bool = True
+
+
+class Smoothing(BaseModel):
+    """SmoothQuant: how much of the activations' range moves into the weights, and where.
+
+    `strength` is the migration exponent, 0 to 1; None searches it per layer and mapping. `mappings` are the pairs of a
+    producer and the Linears that read it: `qkv` and `gate_up` (through the norms), `o` (through v) and `down`
+    (through up). `rotate` first turns the residual stream and the heads of v by orthogonal matrices folded into the
+    weights, which spreads outliers that no diagonal scaling reaches; it unties a tied LM head.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    strength: float | None = Field(default=None, ge=0.0, le=1.0, allow_inf_nan=False)
+    mappings: tuple[Literal["qkv", "o", "gate_up", "down"], ...] = ("qkv", "o", "gate_up", "down")
+    rotate: bool = False
+
+
+class Gptq(BaseModel):
+    """GPTQ: `damping` is the share of the Hessian's mean diagonal added to it; `act_order` goes by size of inputs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    damping: float = Field(default=0.01, gt=0.0, le=1.0, allow_inf_nan=False)
+    act_order: bool = True
+    block_columns: int = Field(default=128, ge=1, le=2**14)
+
+
+class Search(BaseModel):
+    """What `auto` must reach, and what it may spend.
+
+    `max_kl_share` and `max_perplexity_share` bound what is left of plain rounding's mean KL and perplexity increase on
+    held-out calibration text; `max_bf16_share` is the share of the Linear weights that may stay BF16 for it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_kl_share: float = Field(default=0.25, gt=0.0, allow_inf_nan=False)
+    max_perplexity_share: float = Field(default=0.25, gt=0.0, allow_inf_nan=False)
+    max_bf16_share: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
+
+
+Algorithm = Literal["rtn", "smoothquant", "gptq", "smoothquant+gptq", "auto"]
+Reader = Literal["any", "vllm", "vllm-ascend", "pypto-serving"]
+
+
+class Recipe(BaseModel):
+    """How to quantize, and what the result must reach.
+
+    `algorithm` is the preset: plain rounding, or one that calibrates. `arithmetic`: `fp32` computes codes from the
+    scale as stored; `compat` equals llm-compressor's data-free W8A8. `clip: mse` searches the scale of least squared
+    error per channel. `ignore`: modules left in the source's dtype, as exact names or `re:` patterns; `schemes` say it
+    target by target, the last match wins; `down: bf16` keeps the MLP's down projections. `reader`: whose loader the
+    checkpoint must suit beyond the common format.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    algorithm: Algorithm = "rtn"
     arithmetic: Literal["fp32", "compat"] = "fp32"
-    algorithm: Literal["rtn"] = "rtn"
+    clip: Literal["none", "mse"] = "none"
     ignore: tuple[str, ...] = (LM_HEAD,)
+    schemes: tuple[ModuleScheme, ...] = ()
     down: Literal["int8", "bf16"] = "int8"
+    smoothing: Smoothing = Smoothing()
+    gptq: Gptq = Gptq()
+    search: Search = Search()
+    calibration: Calibration = Calibration()
+    reader: Reader = "any"
     gates: Gates = Gates()
 
     @field_validator("ignore")
     @classmethod
     def _patterns_compile(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
-        for entry in entries:
-            try:
-                matches(entry, "")
-            except re.error as error:
-                raise ValueError(f"{entry!r} is not a valid pattern: {error}") from None
-        return entries
+        return _check_patterns(entries)
+
+    @model_validator(mode="after")
+    def _compat_is_plain_rounding(self) -> Recipe:
+        if self.arithmetic == "compat" and (self.algorithm != "rtn" or self.clip != "none"):
+            raise ValueError(
+                f"arithmetic compat is llm-compressor's data-free rounding to the bit; found algorithm "
+                f"{self.algorithm} and clip {self.clip}: use arithmetic fp32 with them, or algorithm rtn and clip none"
+            )
+        return self
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the algorithm runs text through the model."""
+        return self.algorithm != "rtn"
 
     @property
     def effective_ignore(self) -> tuple[str, ...]:
@@ -67,6 +172,10 @@ class Recipe(BaseModel):
         content = self.model_dump(mode="json", exclude={"gates"})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
+    def to_yaml(self) -> str:
+        """The recipe as YAML that `load_recipe` reads back to an equal one: what is stored with a checkpoint."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
 
 def _other_modules(config: ModelConfig) -> list[str]:
     """Modules with weights that are not Linear; an ignore entry may name them to no effect."""
@@ -77,28 +186,71 @@ def _other_modules(config: ModelConfig) -> list[str]:
     return [EMBEDDING, FINAL_NORM, *layers]
 
 
-def ignored_modules(entries: Iterable[str], config: ModelConfig) -> list[str]:
-    """The Linear modules of the model that `entries` match, in model order.
+def ignored_modules(entries: Iterable[str], config: ModelConfig, schemes: Sequence[ModuleScheme] = ()) -> list[str]:
+    """The Linear modules of the model that stay as they are, in model order: `entries`, then `schemes` in their order.
 
     A tied LM head is always among them: it has no weight of its own. Raises RecipeError for entries that match nothing.
     """
     entries = list(entries)
     linear = list(linear_modules(config))
     known = linear + _other_modules(config)
-    unmatched = [entry for entry in entries if not any(matches(entry, module) for module in known)]
+    named = [(entry, "ignore") for entry in entries]
+    named += [(entry, f"schemes.{n}.targets") for n, scheme in enumerate(schemes) for entry in scheme.targets]
+    unmatched = [(entry, key) for entry, key in named if not any(matches(entry, module) for module in known)]
     if unmatched:
         raise RecipeError(
-            f"ignore: {', '.join(repr(entry) for entry in unmatched)} match no module of this {config.family} model; "
-            f"modules have names such as {linear[0]!r} and {LM_HEAD!r}, patterns start with 're:'"
+            f"{', '.join(f'{key}: {entry!r}' for entry, key in unmatched)} match no module of this {config.family} "
+            f"model; modules have names such as {linear[0]!r} and {LM_HEAD!r}, patterns start with 're:'"
         )
-    ignored = [module for module in linear if any(matches(entry, module) for entry in entries)]
-    if config.tie_word_embeddings and LM_HEAD not in ignored:
-        ignored.append(LM_HEAD)
-    return ignored
+    ignored = {module for module in linear if any(matches(entry, module) for entry in entries)}
+    for scheme in schemes:
+        targeted = {module for module in linear if any(matches(entry, module) for entry in scheme.targets)}
+        ignored = ignored | targeted if scheme.scheme == "bf16" else ignored - targeted
+    if config.tie_word_embeddings:
+        ignored.add(LM_HEAD)
+    return [module for module in linear if module in ignored]
 
 
-def _explain(error: ValidationError) -> Sequence[str]:
-    return [f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors()]
+def recipe_ignored_modules(recipe: Recipe, config: ModelConfig) -> list[str]:
+    """The Linear modules that `recipe` leaves in the source's dtype, in model order; see `ignored_modules`."""
+    return ignored_modules(recipe.effective_ignore, config, recipe.schemes)
+
+
+def _explain(error: ValidationError) -> list[str]:
+    """Every bad key in our own words, unknown ones with the keys that exist there."""
+    lines = []
+    for item in error.errors():
+        path = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            known = _known_keys(item["loc"][:-1])
+            near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+            lines.append(
+                f"{path}: unknown key; " + (f"did you mean {near[0]!r}?" if near else f"keys are {', '.join(known)}")
+            )
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            found = "" if item["type"] in ("value_error", "missing") else f" (found {str(item['input'])[:80]!r})"
+            lines.append(f"{path}: {message}{found}" if path else message + found)
+    return lines
+
+
+def _known_keys(path: Sequence[int | str]) -> list[str]:
+    """Keys of the section that `path` leads to."""
+    model: type[BaseModel] = Recipe
+    for part in path:
+        if isinstance(part, str):
+            model = _SECTIONS[part]
+    return list(model.model_fields)
+
+
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "gates": Gates,
+    "schemes": ModuleScheme,
+    "smoothing": Smoothing,
+    "gptq": Gptq,
+    "search": Search,
+    "calibration": Calibration,
+}
 
 
 def parse_recipe(content: Mapping[str, Any] | None, origin: str) -> Recipe:
