@@ -33,8 +33,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantize.numerics import quantize_activation
-from quantize.quality import LogitsFn, QualityReport, evaluate, evaluation_text, reference_logits_fn
+from quantize.quality import LogitsFn, QualityReport, evaluate, reference_logits_fn
 from quantize.quiet import quiet_transformers
+from quantize.texts import evaluation_text
 from serving.executor import open_executor
 from serving.executor.base import PAGE_TOKENS, Chunk
 

@@ -21,7 +21,6 @@ from quantize.quiet import quiet_transformers
 DEFAULT_WINDOW_TOKENS = 512
 ROWS_AT_A_TIME = 32
 """Positions compared at a time: an FP64 copy of a whole window's logits would be 0.6 GB for a vocabulary of 150,000."""
-TEXT_FILE = Path(__file__).parent / "data" / "evaluation.txt"
 
 LogitsFn = Callable[[Tensor], Tensor]
 """Maps ids INT64 `[tokens]` of one window to logits FP32 `[tokens, vocab]`, each row seeing the ids up to its own."""
@@ -157,8 +156,3 @@ def greedy_continuation(model: LogitsFn, prompt_ids: Sequence[int], tokens: int)
     for _ in range(tokens):
         ids.append(int(model(torch.tensor(ids, dtype=torch.int64))[-1].argmax()))
     return ids[len(prompt_ids) :]
-
-
-def evaluation_text() -> str:
-    """The public-domain English prose that releases are evaluated on (`quantize/data/README.md` names the works)."""
-    return TEXT_FILE.read_text(encoding="utf-8")

@@ -12,7 +12,8 @@ from prefect import task
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from quantize.quality import LogitsFn, evaluate, evaluation_text, greedy_continuation, reference_logits_fn
+from quantize.quality import LogitsFn, evaluate, greedy_continuation, reference_logits_fn
+from quantize.texts import evaluation_text
 from serving.executor import open_executor
 from serving.executor.base import Chunk, Executor
 from tasks import progress

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from quantize.errors import CheckpointError, QuantizeError
-from quantize.quality import LogitsFn, evaluate, evaluation_text, greedy_continuation, reference_logits_fn
+from quantize.quality import LogitsFn, evaluate, greedy_continuation, reference_logits_fn
 from quantize.recipe import Recipe
 from quantize.rtn import quantize_checkpoint
 
@@ -137,13 +137,3 @@ def test_a_w8a8_checkpoint_runs_with_quantized_activations_and_in_silence(
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         reference_logits_fn(tmp_path)
-
-
-def test_the_evaluation_text_is_plain_prose_of_a_useful_length() -> None:
-    text = evaluation_text()
-    assert text.isascii()
-    assert 15_000 < len(text) < 20_000
-    paragraphs = text.split("\n\n")
-    assert all("\n" not in paragraph.strip() and paragraph.strip() for paragraph in paragraphs)
-    assert len(set(paragraphs)) == len(paragraphs)
-    assert text.startswith("Alice was beginning to get very tired")
