@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from quantize.errors import CheckpointError
 from quantize.model_config import ModelConfig, parse_model_config, read_json_object
 from quantize.quantization_config import CONFIG_KEYS, Quantization, parse_quantization
-from quantize.safetensors_header import DTYPES, TensorInfo, read_header
+from quantize.safetensors_header import TensorInfo, read_header
+
+if TYPE_CHECKING:  # torch takes over a second to load: it is imported where a tensor is made
+    from torch import Tensor
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -221,10 +221,14 @@ class CheckpointReader:
 
         Raises CheckpointError when there is no such tensor, or its file has become shorter since the scan.
         """
+        import torch
+
+        from quantize.torch_dtypes import TORCH_DTYPES
+
         info = self.infos.get(name)
         if info is None:
             raise CheckpointError(f"{self.directory}: there is no tensor {name!r}")
-        dtype = DTYPES[info.dtype]
+        dtype = TORCH_DTYPES[info.dtype]
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=dtype)
         file = self._open(info.file)
@@ -238,6 +242,8 @@ class CheckpointReader:
 
     def weight_scale(self, module: str) -> Tensor:
         """The scale of a quantized module as FP32 `[out]`, whether stored as `[out]` or `[out, 1]`."""
+        import torch
+
         scale = self.tensor(module + ".weight_scale")
         if scale.dim() not in (1, 2) or (scale.dim() == 2 and scale.shape[1] != 1):
             raise CheckpointError(
@@ -248,6 +254,8 @@ class CheckpointReader:
 
 def tensor_sha256(tensor: Tensor) -> str:
     """sha256 of a tensor's elements in row-major order, as hex digits."""
+    import torch
+
     digest = hashlib.sha256()
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), HASH_BLOCK_BYTES):

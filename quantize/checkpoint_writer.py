@@ -27,7 +27,7 @@ from torch import Tensor
 
 from quantize.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, combine_digests, file_sha256, tensor_sha256
 from quantize.errors import CheckpointError
-from quantize.safetensors_header import DTYPE_NAMES
+from quantize.torch_dtypes import DTYPE_NAMES
 
 MAX_SHARD_BYTES = 5 * 10**9
 FREE_SPACE_MARGIN_BYTES = 64 * 2**20

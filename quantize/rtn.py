@@ -24,7 +24,7 @@ from quantize.numerics import quantize_weight
 from quantize.preflight import check_source
 from quantize.quantization_config import w8a8_quantization_config
 from quantize.recipe import Recipe, ignored_modules
-from quantize.safetensors_header import DTYPES
+from quantize.torch_dtypes import TORCH_DTYPES
 
 BLOCK_ELEMENTS = 2**17
 """Elements handled at a time: half a megabyte as FP32, so that a block's intermediates stay in a core's cache."""
@@ -116,7 +116,7 @@ def _plan(reader: CheckpointReader, quantized: set[str]) -> list[TensorSpec]:
     for name, info in reader.infos.items():
         if IGNORED_TENSOR.fullmatch(name) or (reader.config.tie_word_embeddings and name == LM_HEAD + ".weight"):
             continue
-        dtype = DTYPES[info.dtype]
+        dtype = TORCH_DTYPES[info.dtype]
         if name.removesuffix(".weight") in quantized:
             specs.append(TensorSpec(name, torch.int8, info.shape))
             specs.append(TensorSpec(name + "_scale", dtype, (info.shape[0], 1)))

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from quantize.errors import CheckpointError
-from quantize.safetensors_header import DTYPE_NAMES, DTYPES, MAX_HEADER_BYTES, TensorInfo, read_header
+from quantize.safetensors_header import DTYPES, MAX_HEADER_BYTES, TensorInfo, read_header
+from quantize.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 from tests.quantize.files import safetensors_bytes
 
 ENTRY = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
@@ -36,9 +37,13 @@ def refusal(path: Path, content: bytes) -> str:
     return str(caught.value)
 
 
+def test_both_tables_of_dtypes_agree() -> None:
+    assert {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()} == DTYPES
+
+
 def test_reads_what_the_library_writes(tmp_path: Path) -> None:
     tensors = {
-        name: torch.arange(6).reshape(2, 3).to(dtype) for name, dtype in DTYPES.items() if dtype != torch.bool
+        name: torch.arange(6).reshape(2, 3).to(dtype) for name, dtype in TORCH_DTYPES.items() if dtype != torch.bool
     } | {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 4), "flag": torch.tensor([True])}
     save_file(tensors, tmp_path / "t.safetensors", metadata={"note": "x"})
     content = (tmp_path / "t.safetensors").read_bytes()
@@ -147,7 +152,7 @@ def accept_or_refuse(path: Path, content: bytes) -> None:
         assert info.offset == position
         position += info.nbytes
         if not info.nbytes:
-            torch.empty(info.shape, dtype=DTYPES[info.dtype])
+            torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
     assert position == len(content)
 
 
@@ -181,7 +186,7 @@ def test_every_sound_header_is_accepted(tmp_path: Path, shapes: list[list[int]],
     header: dict[str, Any] = {}
     position = 0
     for number, shape in enumerate(shapes):
-        end = position + torch.empty(shape, dtype=DTYPES[kind]).nbytes
+        end = position + torch.empty(shape, dtype=TORCH_DTYPES[kind]).nbytes
         header[f"t{number}"] = {"dtype": kind, "shape": shape, "data_offsets": [position, end]}
         position = end
     infos = read(tmp_path / "sound.safetensors", safetensors_bytes(header, bytes(position)))
