@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 from kernels.errors import ToolchainError
+from quantize.native_build import default_cache_dir
 
 __all__ = ["LIBRARY_NAME", "build_calculator", "default_cache_dir", "pypto_version", "system_cmake"]
 
@@ -29,15 +30,6 @@ _ELF_MAGIC = b"\x7fELF"
 _BUILD_COMMAND = "import kernels.calculator as c, sys; c._build_in_process(sys.argv[1])"
 
 logger = logging.getLogger(__name__)
-
-
-def default_cache_dir() -> Path:
-    """Folder for the calculator and program reports: `$PYPTO_DEPLOY_CACHE`, or the user's cache directory."""
-    explicit = os.environ.get("PYPTO_DEPLOY_CACHE")
-    if explicit:
-        return Path(explicit)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pypto-deploy"
 
 
 def pypto_version() -> str:

@@ -1,91 +1,42 @@
-"""Builds the C++ decoder step on first use and keeps it in the user's cache.
-
-One source, one build per instruction set: the library's file name is a digest of the sources, the compiler's version,
-the flags and the machine, so a change of any of them is a new file and nothing is ever rebuilt in place. Two processes
-that start together build once (a lock); a library is visible only when complete (rename); a damaged one is rebuilt.
-"""
+"""The C++ decoder step as a library to build: `quantize.native_build` with this folder's sources and errors."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.calculator import default_cache_dir
+from quantize import native_build
+from quantize.native_build import (
+    COMMON_FLAGS,
+    INSTRUCTION_SETS,
+    InstructionSet,
+    NativeBuildError,
+    NativeLibrary,
+    available_instruction_sets,
+)
 from serving.errors import ExecutorError
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "COMMON_FLAGS",
+    "INSTRUCTION_SETS",
+    "SOURCE_DIR",
+    "InstructionSet",
+    "NativeUnavailableError",
+    "available_instruction_sets",
+    "build_library",
+    "find_compiler",
+    "library_key",
+    "resolve_instruction_set",
+]
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
-MAIN_SOURCE = "decoder.cpp"
-COMMON_FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-shared",
-    "-pthread",
-    "-ffp-contract=off",  # a fused multiply-add rounds differently, and not every machine has one
-    "-fno-math-errno",
-    "-Wno-psabi",
-)
-COMPILE_TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True)
-class InstructionSet:
-    """One way to build the kernels: CPU flags it needs (as Linux spells them) and compiler flags it is built with."""
-
-    name: str
-    machine: str
-    needs: frozenset[str]
-    flags: tuple[str, ...]
-
-
-INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
-    InstructionSet(
-        "avx512vnni",
-        "x86_64",
-        frozenset({"avx2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}),
-        ("-mavx2", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
-    ),
-    InstructionSet("avxvnni", "x86_64", frozenset({"avx2", "avx_vnni"}), ("-mavx2", "-mavxvnni")),
-    InstructionSet("avx2", "x86_64", frozenset({"avx2"}), ("-mavx2",)),
-    InstructionSet("neon", "aarch64", frozenset({"asimddp"}), ("-march=armv8.2-a+dotprod",)),
-    InstructionSet("portable", "", frozenset(), ()),
-)
-"""Best first. `portable` builds everywhere."""
 
 
 class NativeUnavailableError(ExecutorError):
     """The native step cannot be built or loaded on this machine; the message says why."""
 
 
-def cpu_flags() -> frozenset[str]:
-    """CPU feature names as the kernel reports them; empty where /proc/cpuinfo does not exist."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
-
-
-def available_instruction_sets() -> list[str]:
-    """Names of the instruction sets that this CPU can run, best first."""
-    flags, machine = cpu_flags(), platform.machine()
-    return [each.name for each in INSTRUCTION_SETS if each.machine in ("", machine) and each.needs <= flags]
+def _library() -> NativeLibrary:
+    return NativeLibrary(SOURCE_DIR, "decoder.cpp", "decoder", "the native step")
 
 
 def resolve_instruction_set(name: str | None) -> InstructionSet:
@@ -97,100 +48,22 @@ def resolve_instruction_set(name: str | None) -> InstructionSet:
     return next(each for each in INSTRUCTION_SETS if each.name == wanted)
 
 
-def cache_dir() -> Path:
-    """Where built libraries live: `native/` in the folder that the kernels' toolchain keeps its results in."""
-    return default_cache_dir() / "native"
-
-
 def build_library(instruction_set: InstructionSet) -> Path:
-    """Return the library for `instruction_set`, compiling it when the cache does not hold a sound one.
-
-    Raises NativeUnavailableError when there is no compiler or it fails. A cache that cannot be written is replaced by a
-    temporary folder, with a warning.
-    """
-    compiler = find_compiler()
-    key = library_key(compiler, instruction_set)
-    folder = _writable(cache_dir())
-    path = folder / f"decoder-{instruction_set.name}-{key[:24]}.so"
-    if _is_sound(path):
-        return path
-    if not os.access(folder, os.W_OK):
-        folder = Path(tempfile.mkdtemp(prefix="pypto-deploy-native-"))
-        logger.warning("the cache folder %s cannot be written; building the native step in %s", path.parent, folder)
-        path = folder / path.name
-    with _lock(folder / f"{path.stem}.lock"):
-        if not _is_sound(path):
-            if path.exists():
-                logger.warning("%s is damaged; rebuilding it", path)
-            _compile(compiler, instruction_set, path)
-    return path
+    """Return the decoder's library, compiling it at need; raises NativeUnavailableError when that cannot be done."""
+    try:
+        return native_build.build_library(_library(), instruction_set)
+    except NativeBuildError as error:
+        raise NativeUnavailableError(str(error)) from error
 
 
 def find_compiler() -> str:
-    """Path of the C++ compiler: `$CXX`, else g++, else c++. Raises NativeUnavailableError when there is none."""
-    for name in (os.environ.get("CXX"), "g++", "c++"):
-        if name and (path := shutil.which(name)):
-            return path
-    raise NativeUnavailableError("no C++ compiler (g++) was found; install g++ 11 or later, or set CXX")
+    """Path of the C++ compiler; raises NativeUnavailableError when there is none."""
+    try:
+        return native_build.find_compiler()
+    except NativeBuildError as error:
+        raise NativeUnavailableError(str(error)) from error
 
 
 def library_key(compiler: str, instruction_set: InstructionSet) -> str:
-    """SHA-256 over sources, compiler version, flags and machine."""
-    digest = hashlib.sha256()
-    for source in sorted(SOURCE_DIR.iterdir()):
-        if source.suffix in (".cpp", ".hpp"):
-            digest.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
-    try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise NativeUnavailableError(f"{compiler} --version failed: {error}; install a working g++") from error
-    parts = (version, platform.machine(), instruction_set.name, *COMMON_FLAGS, *instruction_set.flags)
-    digest.update("\0".join(parts).encode())
-    return digest.hexdigest()
-
-
-def _compile(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
-    logger.info("compiling the native step for %s (once per machine)", instruction_set.name)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as build:
-        target = Path(build) / path.name
-        command = [compiler, *COMMON_FLAGS, *instruction_set.flags, str(SOURCE_DIR / MAIN_SOURCE), "-o", str(target)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise NativeUnavailableError(f"compiling the native step failed: {error}") from error
-        if done.returncode:
-            raise NativeUnavailableError(
-                f"compiling the native step failed (exit {done.returncode}): {done.stderr.strip()[-2000:]}"
-            )
-        checksum = target.with_suffix(".sha256")
-        checksum.write_text(hashlib.sha256(target.read_bytes()).hexdigest())
-        checksum.replace(path.with_suffix(".sha256"))
-        target.replace(path)
-
-
-def _is_sound(path: Path) -> bool:
-    """Whether the library is whole: loading a truncated one could kill the process."""
-    try:
-        expected = path.with_suffix(".sha256").read_text()
-        return hashlib.sha256(path.read_bytes()).hexdigest() == expected
-    except OSError:
-        return False
-
-
-def _writable(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        temporary = Path(tempfile.mkdtemp(prefix="pypto-deploy-native-"))
-        logger.warning(
-            "the cache folder %s cannot be made (%s); building the native step in %s", folder, error, temporary
-        )
-        return temporary
-    return folder
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    """SHA-256 over the decoder's sources, compiler version, flags and machine."""
+    return native_build.library_key(_library(), compiler, instruction_set)
