@@ -170,7 +170,7 @@ def _early_note(config: ModelConfig) -> str:
 
 def _shape_text(program: Program) -> str:
     values = program.spec.to_json()
-    skipped = ("rms_norm_eps", "rope_theta")
+    skipped = ("rms_norm_eps", "rope_theta", "rope_scaling")
     return ", ".join(f"{name}={_short(value)}" for name, value in values.items() if name not in skipped)
 
 

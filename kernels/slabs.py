@@ -33,6 +33,7 @@ from kernels.goldens import LayerShape, LayerWeights
 from kernels.layout import TORCH_DTYPES
 from quantize.checkpoint import tensor_sha256
 from quantize.model_config import ModelConfig
+from quantize.rope import RopeScaling
 
 SLAB_FILE = "slabs.safetensors"
 MANIFEST_FILE = "slabs.json"
@@ -138,17 +139,25 @@ def slabs_digest(config: ModelConfig, down: DownDtype, tensors: Mapping[str, Map
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """The config as plain JSON values."""
-    return {**dataclasses.asdict(config), "eos_token_ids": list(config.eos_token_ids)}
+    """The config as plain JSON values; plain rotary embedding has no `rope_scaling` key, as before there was any."""
+    values = {**dataclasses.asdict(config), "eos_token_ids": list(config.eos_token_ids)}
+    if config.rope_scaling is None:
+        del values["rope_scaling"]
+    return values
 
 
 def config_from_json(values: Mapping[str, Any]) -> ModelConfig:
     """The inverse of `config_to_json`; raises StagingError naming missing and unknown fields."""
     known = {field.name for field in dataclasses.fields(ModelConfig)}
-    if set(values) != known:
+    if set(values) | {"rope_scaling"} != known:
         missing, unknown = sorted(known - set(values)), sorted(set(values) - known)
         raise StagingError(f"the slab manifest's config lacks {missing} and has unknown {unknown}; stage again")
-    return ModelConfig(**{**values, "eos_token_ids": tuple(values["eos_token_ids"])})
+    scaling = values.get("rope_scaling")
+    try:
+        rope_scaling = None if scaling is None else RopeScaling(**scaling)
+    except TypeError as error:
+        raise StagingError(f"the slab manifest's rope_scaling cannot be read ({error}); stage again") from None
+    return ModelConfig(**{**values, "eos_token_ids": tuple(values["eos_token_ids"]), "rope_scaling": rope_scaling})
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from kernels.slabs import (
     tensor_bytes,
     verify_slabs,
 )
+from quantize.architecture import by_layer
 from quantize.checkpoint import CheckpointReader
 from quantize.checkpoint_writer import StagingFolder
 from quantize.model_config import ModelConfig
@@ -47,6 +48,7 @@ __all__ = ["Slabs", "StageResult", "load_slabs", "stage_checkpoint", "verify_sla
 logger = logging.getLogger(__name__)
 
 MAX_PROBLEMS_SHOWN = 50
+MAX_LAYERS_SHOWN = 4
 WRITE_BLOCK_BYTES = 1 << 24
 
 
@@ -123,10 +125,12 @@ def _check_sources(reader: CheckpointReader, slabs: Sequence[ResolvedSlab], down
             problem = source_problem(slab, name, info.dtype, info.shape, config.num_layers, config.vocab_size)
             if problem:
                 problems.append(problem)
-    for name in sorted(infos.keys() - used):
-        if name.endswith("down_proj.weight_scale") and down == "bf16":
-            continue
-        problems.append(f"{name} is unexpected for family {config.family} with {config.num_layers} layers")
+    extra = infos.keys() - used
+    if down == "bf16":
+        extra = {name for name in extra if not name.endswith("down_proj.weight_scale")}
+    problems += [
+        f"unexpected for family {config.family} with {config.num_layers} layers, {group}" for group in by_layer(extra)
+    ]
     if problems:
         shown = problems[:MAX_PROBLEMS_SHOWN]
         if len(problems) > len(shown):
@@ -153,21 +157,28 @@ def _unquantized_problems(modules: set[str], num_layers: int, down: DownDtype) -
     if downs and down == "bf16":
         problems.append(
             f"{len(downs)} of {num_layers} down_proj are INT8 but down=bf16 was asked for: stage with down=int8, or "
-            f"quantize again with down=bf16 ({', '.join(downs)})"
+            f"quantize again with down=bf16 ({_few(downs)})"
         )
     elif downs and len(downs) == num_layers:
         problems.append("down_proj of every layer is not quantized in this checkpoint: stage it with down=bf16")
     elif downs:
         problems.append(
-            f"down_proj is quantized in some layers and not in others ({', '.join(downs)} are not): "
+            f"down_proj is quantized in some layers and not in others ({_few(downs)}, which is not): "
             "a slab has one dtype, quantize all of them or none"
         )
     if others:
         problems.append(
-            f"not quantized, but the contract has them in INT8: {', '.join(others)}; "
-            "quantize again without ignoring them"
+            f"{len(others)} module(s) not quantized, but the contract has them in INT8: "
+            f"{_few(others)}; quantize again without ignoring them"
         )
     return problems
+
+
+def _few(modules: Sequence[str]) -> str:
+    """Modules by layer, on one line; after a few layers only how many more there are."""
+    groups = by_layer(modules)
+    more = f"; and {len(groups) - MAX_LAYERS_SHOWN} more layers" if len(groups) > MAX_LAYERS_SHOWN else ""
+    return "; ".join(groups[:MAX_LAYERS_SHOWN]) + more
 
 
 def _check_space(folder: Path, needed_bytes: int) -> None:
@@ -217,7 +228,7 @@ def _all_blocks(reader: CheckpointReader, slabs: Sequence[ResolvedSlab]) -> Iter
                 yield from _source_blocks(reader, slab, source_names(slab, config)[layer])
     for slab in slabs:
         if not slab.spec.source:
-            tables = rope_tables(config.head_dim, config.rope_theta, slab.shape[0])
+            tables = rope_tables(config.head_dim, config.rope_theta, slab.shape[0], config.rope_scaling)
             yield slab, tables[0 if slab.spec.rule == "rope_cos" else 1].contiguous()
         elif "{layer}" not in slab.spec.source:
             yield from _source_blocks(reader, slab, source_names(slab, config)[0])

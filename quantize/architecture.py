@@ -86,7 +86,7 @@ def is_optional(name: str, config: ModelConfig) -> bool:
     return IGNORED_TENSOR.fullmatch(name) is not None or (config.tie_word_embeddings and name == LM_HEAD + ".weight")
 
 
-def _by_layer(names: Iterable[str]) -> list[str]:
+def by_layer(names: Iterable[str]) -> list[str]:
     """Group names as `layer 3: a, b`, with the names outside layers first; long lists are cut with a count."""
     outside: list[str] = []
     layers: dict[int, list[str]] = {}
@@ -104,9 +104,9 @@ def compare_tensors(
     infos: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]], config: ModelConfig
 ) -> list[str]:
     """Problems of a checkpoint's names and shapes against `expected`, grouped per layer; empty when it fits."""
-    problems = [f"missing, {group}" for group in _by_layer(set(expected) - set(infos))]
+    problems = [f"missing, {group}" for group in by_layer(set(expected) - set(infos))]
     extra = {name for name in set(infos) - set(expected) if not is_optional(name, config)}
-    problems += [f"unexpected, {group}" for group in _by_layer(extra)]
+    problems += [f"unexpected, {group}" for group in by_layer(extra)]
     if problems:
         problems.append(f"these names are those expected of the family {config.family} with {config.num_layers} layers")
     for name in sorted(set(expected) & set(infos)):

@@ -16,8 +16,9 @@ import torch
 from quantize.checkpoint import scan_checkpoint
 from quantize.checkpoint_writer import CheckpointWriter, TensorSpec, check_target
 from quantize.errors import CheckpointError
+from quantize.families import FAMILIES
 from quantize.gguf_header import read_gguf_header
-from quantize.model_config import FAMILIES, parse_model_config, read_json_object
+from quantize.model_config import parse_model_config, read_json_object
 from quantize.quiet import quiet_transformers
 
 ROPE_FACTORS = "rope_freqs.weight"

@@ -1,20 +1,20 @@
 """The shape of a model, read once from `config.json` and trusted from there on.
 
-Both spellings of the rotary settings are read (`rope_parameters`, and the older `rope_theta` with `rope_scaling`);
-whatever changes a model's arithmetic and is not implemented here is refused by name. Defaults of absent keys are
-those of transformers' configuration classes.
+Whatever changes a model's arithmetic and is not implemented here is refused by name. Defaults of absent keys are those
+of transformers' configuration classes; what differs between families is in `families`, rotary settings in `rope`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantize.errors import CheckpointError
+from quantize.families import FAMILIES, Family
+from quantize.rope import RopeScaling, parse_rope, positive_number
 
 MAX_LAYERS = 10**4
 MAX_JSON_BYTES = 64 * 2**20
@@ -23,10 +23,10 @@ MAX_JSON_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and options of a decoder of a supported family (`qwen3`, `qwen2`, `llama`).
+    """Shape and options of a decoder of a supported family (a name of `families.FAMILIES`).
 
     Sizes are element counts; `eos_token_ids` is the union over config and generation config; `max_position_tokens`
-    is the longest context the checkpoint states.
+    is the longest context the checkpoint states; `rope_scaling` is None for plain rotary embedding.
     """
 
     family: str
@@ -47,6 +47,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    rope_scaling: RopeScaling | None = None
 
     @property
     def q_size(self) -> int:
@@ -64,24 +65,6 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
 
-@dataclass(frozen=True)
-class Family:
-    """What distinguishes a family: its class name, QK norms, QKV biases, and transformers' defaults."""
-
-    name: str
-    architecture: str
-    qk_norm: bool
-    qkv_bias: bool
-    default_head_dim: int | None = None
-    default_bos: int | None = None
-    default_eos: int | None = None
-
-
-FAMILIES: Mapping[str, Family] = {
-    "qwen3": Family("qwen3", "Qwen3ForCausalLM", qk_norm=True, qkv_bias=False, default_head_dim=128),
-    "qwen2": Family("qwen2", "Qwen2ForCausalLM", qk_norm=False, qkv_bias=True),
-    "llama": Family("llama", "LlamaForCausalLM", qk_norm=False, qkv_bias=False, default_bos=1, default_eos=2),
-}
 DTYPES = ("bfloat16", "float16", "float32")
 _ABSENT = object()
 
@@ -93,7 +76,7 @@ class _Fields:
         self.values = values
         self.problems = problems
 
-    def _say(self, key: str, expected: str) -> None:
+    def say(self, key: str, expected: str) -> None:
         found = f"found {json.dumps(self.values[key], default=str)[:80]}" if key in self.values else "the key is absent"
         self.problems.append(f"config.json: {key}: {found}, expected {expected}")
 
@@ -104,7 +87,7 @@ class _Fields:
         if default is not None and (value is _ABSENT or (value is None and null_is_default)):
             return default
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < limit:
-            self._say(key, f"a positive integer below {limit}")
+            self.say(key, f"a positive integer below {limit}")
             return 1
         return value
 
@@ -112,22 +95,23 @@ class _Fields:
         value = self.values.get(key, _ABSENT)
         if value is _ABSENT:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and math.isfinite(value)):
-            self._say(key, "a positive number")
+        number = positive_number(value)
+        if number is None:
+            self.say(key, "a positive number")
             return default
-        return float(value)
+        return number
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self.values.get(key, default)
         if not isinstance(value, bool):
-            self._say(key, "true or false")
+            self.say(key, "true or false")
             return default
         return value
 
     def exactly(self, key: str, expected: Any, why: str) -> None:
         """Complain unless the key is absent, null or equal to `expected`."""
         if self.values.get(key) is not None and self.values[key] != expected:
-            self._say(key, f"{json.dumps(expected)} ({why})")
+            self.say(key, f"{json.dumps(expected)} ({why})")
 
 
 def _family(config: Mapping[str, Any], problems: list[str]) -> Family | None:
@@ -154,48 +138,34 @@ def _family(config: Mapping[str, Any], problems: list[str]) -> Family | None:
     return matches[0]
 
 
-def _rope_theta(config: Mapping[str, Any], problems: list[str]) -> float:
-    """Theta from either spelling, with transformers' precedence: `rope_scaling`, `rope_parameters`, `rope_theta`."""
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(key) or {}
-    if not isinstance(rope, Mapping):
-        problems.append(f"config.json: {key}: found {json.dumps(rope)[:80]}, expected an object or null")
-        return 1.0
-    nested = sorted(name for name, value in rope.items() if isinstance(value, Mapping))
-    if nested:
-        problems.append(f"config.json: {key}: per-layer-type settings ({', '.join(nested)}) are not supported")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        problems.append(
-            f"config.json: {key}: rope type {json.dumps(rope_type)[:80]} is not supported, expected "
-            '"default" (plain rotary embedding); use a checkpoint without context extension'
-        )
-    for holder in (rope, config):
-        factor = holder.get("partial_rotary_factor")
-        if factor is not None and factor != 1:
-            problems.append(f"config.json: partial_rotary_factor: found {factor!r}, expected 1 (all dimensions rotate)")
-    merged = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", _ABSENT))}
-    if merged["rope_theta"] is _ABSENT:
-        return 10_000.0
-    return _Fields(merged, problems).positive_float("rope_theta", 10_000.0)
-
-
 def _check_attention(config: Mapping[str, Any], family: Family, num_layers: int, problems: list[str]) -> None:
     """Refuse sliding windows, biases and activations that the kernels do not implement."""
     fields = _Fields(config, problems)
-    window = config.get("sliding_window")
-    slides = window is not None and (
-        family.name == "llama"
-        or (config.get("use_sliding_window") is True and config.get("max_window_layers", 28) < num_layers)
-    )
+    window = config.get("sliding_window", family.default_window)
+    if family.window == "set":
+        slides = window is not None
+    else:
+        starts_at = config.get("max_window_layers", 28)
+        late = isinstance(starts_at, int) and starts_at >= num_layers
+        slides = window is not None and config.get("use_sliding_window") is True and not late
     layer_types = config.get("layer_types") or []
-    odd_types = sorted({str(kind) for kind in layer_types} - {"full_attention"})
-    if slides or odd_types:
-        found = f"sliding_window {window}" if slides else f"layer_types {', '.join(odd_types)}"
-        problems.append(f"config.json: {found} is not supported, expected full attention in every layer")
+    if not isinstance(layer_types, list):
+        fields.say("layer_types", "a list of layer types or null")
+        layer_types = []
+    odd_types = sorted({str(kind)[:40] for kind in layer_types} - {"full_attention"})
+    if slides:
+        absent = "" if "sliding_window" in config else f" (the default of {family.architecture} when the key is absent)"
+        problems.append(
+            f"config.json: sliding_window {json.dumps(window)[:80]}{absent} is not supported, expected full attention "
+            'in every layer ("sliding_window": null)'
+        )
+    if odd_types:
+        problems.append(
+            f"config.json: layer_types {', '.join(odd_types)[:120]} is not supported, expected full_attention"
+        )
     fields.exactly("hidden_act", "silu", "the only activation implemented")
-    if family.name != "qwen2":
-        fields.exactly("attention_bias", False, f"biases are implemented for qwen2, not for {family.name}")
+    if not family.qkv_bias:
+        fields.exactly("attention_bias", False, f"the family {family.name} has no biases here")
     fields.exactly("mlp_bias", False, "MLP biases are not implemented")
 
 
@@ -244,7 +214,9 @@ def parse_model_config(config: Mapping[str, Any], generation_config: Mapping[str
     # Every layer's tensor names are listed before a weight is looked at, so the count itself must be believable.
     num_layers = fields.positive_int("num_hidden_layers", limit=MAX_LAYERS)
     num_heads = fields.positive_int("num_attention_heads")
-    default_kv_heads = num_heads if family.name == "llama" or config.get("num_key_value_heads", 0) is None else None
+    # An absent count has the family's default; null is as many as query heads in all of them.
+    absent = "num_key_value_heads" not in config
+    default_kv_heads = family.default_kv_heads if absent and family.default_kv_heads else num_heads
     num_kv_heads = fields.positive_int("num_key_value_heads", default_kv_heads, null_is_default=True)
     vocab_size = fields.positive_int("vocab_size")
     if num_heads % num_kv_heads:
@@ -260,6 +232,7 @@ def parse_model_config(config: Mapping[str, Any], generation_config: Mapping[str
     eos = _token_ids(with_defaults, "config.json", "eos_token_id", vocab_size, problems)
     eos |= _token_ids(generation_config or {}, "generation_config.json", "eos_token_id", vocab_size, problems)
     bos = _token_ids(with_defaults, "config.json", "bos_token_id", vocab_size, problems)
+    rope = parse_rope(config, problems)
     parsed = ModelConfig(
         family=family.name,
         architecture=family.architecture,
@@ -271,7 +244,7 @@ def parse_model_config(config: Mapping[str, Any], generation_config: Mapping[str
         head_dim=_head_dim(fields, family, hidden_size, num_heads),
         vocab_size=vocab_size,
         rms_norm_eps=fields.positive_float("rms_norm_eps", 1e-6),
-        rope_theta=_rope_theta(config, problems),
+        rope_theta=rope.theta,
         max_position_tokens=fields.positive_int("max_position_embeddings"),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         qk_norm=family.qk_norm,
@@ -279,6 +252,7 @@ def parse_model_config(config: Mapping[str, Any], generation_config: Mapping[str
         dtype=dtype,
         eos_token_ids=tuple(sorted(eos)),
         bos_token_id=min(bos) if bos else None,
+        rope_scaling=rope.scaling,
     )
     if problems:
         raise CheckpointError("the model's configuration cannot be used", problems)

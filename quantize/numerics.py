@@ -13,10 +13,13 @@ This module knows nothing of checkpoints, files or models.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from quantize.rope import RopeScaling
 
 INT8_MAX = 127
 INT8_MIN = -128
@@ -50,21 +53,36 @@ def quantize_weight(rows: Tensor, arithmetic: Literal["fp32", "compat"] = "fp32"
 
     A row of zeros gets codes 0 and the dtype's epsilon as its scale (compressed-tensors' choice).
     """
-    dtype = rows.dtype
-    amax = rows.abs().amax(dim=1, keepdim=True)
-    eps = torch.tensor(torch.finfo(dtype).eps, dtype=dtype)
     if arithmetic == "compat":
-        scale = amax / torch.tensor(COMPAT_DIVISOR, dtype=dtype)
-        scale = torch.where(scale == 0, eps, scale)
+        dtype = rows.dtype
+        scale = rows.abs().amax(dim=1, keepdim=True) / torch.tensor(COMPAT_DIVISOR, dtype=dtype)
+        scale = torch.where(scale == 0, torch.tensor(torch.finfo(dtype).eps, dtype=dtype), scale)
         return torch.round((rows / scale).clamp_(INT8_MIN, INT8_MAX)).to(torch.int8), scale
-    scale = (amax.to(torch.float32) / INT8_MAX).to(dtype)
-    scale = torch.where(amax == 0, eps, scale.clamp_min(_smallest_scale(dtype)))
-    if dtype == torch.float16:
+    amax = rows.abs().amax(dim=1, keepdim=True)
+    scale = weight_scales(amax)
+    if rows.dtype == torch.float16:
         # Below 6e-5 FP16's steps are so coarse that a scale rounded down would clip the row: take the next one up.
         clips = amax.to(torch.float32) > scale.to(torch.float32) * (INT8_MAX + 0.5)
         scale = (scale.view(torch.int16) + clips.to(torch.int16)).view(torch.float16)
+    return weight_codes(rows, scale), scale
+
+
+def weight_scales(amax: Tensor, shrink: Tensor | None = None) -> Tensor:
+    """Scales in the dtype of `amax` (largest magnitudes of rows, any shape): `amax / 127`, times `shrink` (FP32) if given.
+
+    Computed in FP32 and narrowed; never zero (see `quantize_weight`).
+    """
+    dtype = amax.dtype
+    scale_fp32 = amax.to(torch.float32) / INT8_MAX
+    scale = (scale_fp32 if shrink is None else scale_fp32 * shrink).to(dtype)
+    eps = torch.tensor(torch.finfo(dtype).eps, dtype=dtype)
+    return torch.where(amax == 0, eps, scale.clamp_min(_smallest_scale(dtype)))
+
+
+def weight_codes(rows: Tensor, scale: Tensor) -> Tensor:
+    """Codes INT8 of `rows` for scales as stored, `[out, 1]`: `clamp(rint(w / scale), -127, 127)` in FP32."""
     quotient = rows.to(torch.float32) / scale.to(torch.float32)
-    return torch.round(quotient).clamp_(-INT8_MAX, INT8_MAX).to(torch.int8), scale
+    return torch.round(quotient).clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
 def quantize_activation(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,15 +144,35 @@ def inverse_sqrt(values_fp32: Tensor) -> Tensor:
     return values_fp32.to(torch.float64).sqrt().to(torch.float32).reciprocal()
 
 
-def rope_tables(head_dim: int, theta: float, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine tables FP32 `[positions, head_dim]` for half-split (NeoX) rotary embedding.
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
+    """Rotary frequencies FP32 `[head_dim / 2]`, in radians a position: `theta^(-2 i / head_dim)`, then scaled.
 
-    Columns `i` and `i + head_dim / 2` hold the same angle `position / theta^(2 i / head_dim)`. Inverse frequencies
-    are FP32, as transformers computes them (Su et al., RoFormer, 2021).
+    `llama3` scaling goes by the wavelength `2 pi / f`: above `original / low_freq_factor` a frequency is divided by
+    `factor`, below `original / high_freq_factor` it is kept, between them it is blended linearly in
+    `original / wavelength`. Operations and their order are those of transformers, so that both agree to the bit.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
-    inverse_frequency = 1.0 / (theta**exponent)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse_frequency)
+    frequency = 1.0 / (theta**exponent)
+    if scaling is None:
+        return frequency
+    low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_tokens
+    wavelength = 2 * math.pi / frequency
+    stretched = torch.where(wavelength > original / low, frequency / scaling.factor, frequency)
+    share = (original / wavelength - low) / (high - low)
+    blended = (1 - share) * stretched / scaling.factor + share * stretched
+    between = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(between, blended, stretched)
+
+
+def rope_tables(
+    head_dim: int, theta: float, positions: int, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine tables FP32 `[positions, head_dim]` for half-split (NeoX) rotary embedding.
+
+    Columns `i` and `i + head_dim / 2` hold the same angle, `position` times `inverse_frequencies(...)[i]` (Su et al.,
+    RoFormer, 2021; the scaling is Llama 3.1's).
+    """
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse_frequencies(head_dim, theta, scaling))
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import make_tiny_llama, make_tiny_qwen2, make_tiny_qwen3
+from tests.tiny_models import LLAMA3_ROPE, make_tiny_llama, make_tiny_mistral, make_tiny_qwen2, make_tiny_qwen3
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +25,16 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2 checkpoint directory with QKV biases; copy it before changing anything."""
     return make_tiny_qwen2(tmp_path_factory.mktemp("tiny") / "qwen2")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with the rotary scaling of Llama 3.1 and an LM head of its own; copy it before changing anything."""
+    directory = tmp_path_factory.mktemp("tiny") / "llama3"
+    return make_tiny_llama(directory, rope_parameters=dict(LLAMA3_ROPE), tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Mistral checkpoint directory without a sliding window; copy it before changing anything."""
+    return make_tiny_mistral(tmp_path_factory.mktemp("tiny") / "mistral")

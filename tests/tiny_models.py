@@ -15,6 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -31,6 +33,15 @@ MERGES = (
     "Ġ t,h e,i n,e r,a n,o n,r e,a t,e n,o r,Ġ a,Ġt he,Ġ s,Ġ w,e s,o u,Ġ o,n d,i s,i t,"
     "Ġ c,Ġ b,e d,Ġ f,in g,Ġo f,Ġ p,Ġa nd,Ġ m,Ġt o,a l,a r,l l,o w,Ġ i,l e,Ġ h,v e,i c,Ġi n,l y"
 )
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+"""Rotary scaling as in Llama 3.1; an original length of 256 puts frequencies of a head_dim of 32 in all three bands."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -139,3 +150,16 @@ def make_tiny_qwen2(
     """Write a tiny Qwen2 (QKV biases, head_dim 16 = hidden/heads) with tokenizer; returns `directory`."""
     config = Qwen2Config(**_shape(overrides))
     return _save(Qwen2ForCausalLM(config), directory, seed, dtype, max_shard_size)
+
+
+def make_tiny_mistral(
+    directory: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_size: str = "1GB",
+    **overrides: Any,
+) -> Path:
+    """Write a tiny Mistral (no sliding window, head_dim 32) with tokenizer; returns `directory`."""
+    config = MistralConfig(**_shape({"head_dim": 32, "sliding_window": None, **overrides}))
+    return _save(MistralForCausalLM(config), directory, seed, dtype, max_shard_size)

@@ -19,6 +19,7 @@ from kernels.goldens import PAGE_TOKENS, LayerShape, LayerWeights, TokenRows, at
 from kernels.programs.base import Argument, Program, ProgramSpec
 from quantize.model_config import ModelConfig
 from quantize.numerics import rope_tables
+from quantize.rope import RopeScaling
 
 __all__ = ["DecodeLayer", "DecodeLayerSpec", "layer_arguments", "row_arguments"]
 
@@ -47,6 +48,7 @@ class DecodeLayerSpec(ProgramSpec):
     batch_rows: int
     pages: int
     contexts: tuple[int, ...]
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -81,6 +83,7 @@ class DecodeLayerSpec(ProgramSpec):
             head_dim=config.head_dim,
             rms_norm_eps=config.rms_norm_eps,
             rope_theta=config.rope_theta,
+            rope_scaling=config.rope_scaling,
             qk_norm=config.qk_norm,
             qkv_bias=config.qkv_bias,
             down=down,
@@ -252,7 +255,7 @@ class DecodeLayer(Program):
             count = -(-tokens // PAGE_TOKENS)
             pages.append(order[:count])
             order = order[count:]
-        cos, sin = rope_tables(s.head_dim, s.rope_theta, max(s.contexts))
+        cos, sin = rope_tables(s.head_dim, s.rope_theta, max(s.contexts), s.rope_scaling)
         return row_arguments([tokens - 1 for tokens in s.contexts], pages, cos, sin)
 
     def _golden_weights(self, tensors: Mapping[str, Tensor]) -> LayerWeights:

@@ -9,6 +9,7 @@ from kernels.errors import ProgramError
 from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
+from quantize.rope import RopeScaling
 
 PROGRAM_NAMES = (DecodeLayer.name, LmHeadGreedy.name)
 
@@ -22,6 +23,8 @@ def program_from_json(values: Mapping[str, Any]) -> Program:
     """The program that `program_to_json` described; raises ProgramError for an unknown name."""
     spec = dict(values["spec"])
     if values["name"] == DecodeLayer.name:
+        scaling = spec.get("rope_scaling")
+        spec["rope_scaling"] = None if scaling is None else RopeScaling(**scaling)
         return DecodeLayer(DecodeLayerSpec(**{**spec, "contexts": tuple(spec["contexts"])}))
     if values["name"] == LmHeadGreedy.name:
         return LmHeadGreedy(LmHeadSpec(**spec))

@@ -30,7 +30,7 @@ def run(slabs: Slabs, token_ids: Tensor, chunks: list[int]) -> Tensor:
     return torch.cat(logits)
 
 
-@pytest.fixture(scope="module", params=["tiny_qwen3", "tiny_llama", "tiny_qwen2"])
+@pytest.fixture(scope="module", params=["tiny_qwen3", "tiny_llama", "tiny_qwen2", "tiny_llama3", "tiny_mistral"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Slabs]:
     source = request.getfixturevalue(request.param)
     return source, stage(source, tmp_path_factory.mktemp(request.param))

@@ -21,6 +21,7 @@ from kernels.staging import load_slabs, stage_checkpoint, verify_slabs
 from quantize.errors import CheckpointError
 from quantize.numerics import rope_tables
 from quantize.recipe import Recipe
+from quantize.rope import RopeScaling
 from tests.slab_tools import edit_checkpoint, quantize, read_tensors
 from tests.tiny_models import make_tiny_llama
 
@@ -99,6 +100,51 @@ def test_rope_tables_follow_theta_and_are_capped(qwen3: Path, tmp_path: Path) ->
     cos, sin = rope_tables(32, slabs.config.rope_theta, 2048)
     assert torch.equal(slabs.tensors["rope_cos"], cos)
     assert torch.equal(slabs.tensors["rope_sin"], sin)
+
+
+def test_scaled_rope_reaches_the_slabs_and_comes_back_from_the_manifest(tiny_llama3: Path, tmp_path: Path) -> None:
+    stage_checkpoint(quantize(tiny_llama3, tmp_path / "w8a8"), tmp_path / "slabs")
+    slabs = load_slabs(tmp_path / "slabs")
+    scaling = RopeScaling(8.0, 1.0, 4.0, 256)
+    assert slabs.config.rope_scaling == scaling
+    scaled, plain = rope_tables(32, 10000.0, 2048, scaling), rope_tables(32, 10000.0, 2048)
+    for name, table, other in zip(("rope_cos", "rope_sin"), scaled, plain, strict=True):
+        assert torch.equal(slabs.tensors[name], table)
+        assert not torch.equal(table, other)
+
+
+def test_a_manifest_with_an_unknown_rope_scaling_is_refused(qwen3: Path, tmp_path: Path) -> None:
+    stage_checkpoint(qwen3, tmp_path / "slabs")
+    path = tmp_path / "slabs" / MANIFEST_FILE
+    manifest = json.loads(path.read_text())
+    assert "rope_scaling" not in manifest["config"]
+    manifest["config"]["rope_scaling"] = {"beta": 1}
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(StagingError, match="rope_scaling cannot be read"):
+        load_slabs(tmp_path / "slabs")
+
+
+def test_unquantized_and_unexpected_tensors_are_listed_by_layer(llama: Path, tmp_path: Path) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if "_proj.weight_scale" in name and "down" not in name]:
+            scale = tensors.pop(name)
+            weight = name.removesuffix("_scale")
+            tensors[weight] = (tensors[weight].float() * scale.float()).to(torch.bfloat16)
+            tensors[name.replace("weight_scale", "bias")] = scale
+
+    checkpoint = edit_checkpoint(llama, tmp_path / "edited", edit)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"]["ignore"] += ["re:.*(q|k|v|o|gate|up)_proj$"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StagingError) as caught:
+        stage_checkpoint(checkpoint, tmp_path / "slabs")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1 + 1 + 2
+    assert (
+        "12 module(s) not quantized, but the contract has them in INT8: layer 0: mlp.gate_proj, mlp.up_proj" in lines[1]
+    )
+    assert "; layer 1: mlp.gate_proj" in lines[1]
+    assert "unexpected for family llama with 2 layers, layer 0: mlp.gate_proj.bias" in lines[2]
 
 
 def test_bf16_down_keeps_the_source_weights(tiny_qwen3: Path, tmp_path: Path) -> None:
@@ -180,14 +226,14 @@ def test_missing_and_unexpected_tensors_are_all_named(qwen3: Path, tmp_path: Pat
     assert "4 problem(s)" in message
     assert "model.layers.0.self_attn.q_norm.weight is missing" in message
     assert "model.layers.1.self_attn.o_proj.weight_scale is missing" in message
-    assert "model.layers.1.self_attn.q_proj.bias is unexpected for family qwen3" in message
+    assert "unexpected for family qwen3 with 2 layers, layer 1: self_attn.q_proj.bias" in message
     assert "model.layers.0.mlp.up_proj.weight has shape [32, 64]; slab w_up expects [96, 64]" in message
 
 
 def test_a_module_left_unquantized_is_refused_by_name(tiny_qwen3: Path, tmp_path: Path) -> None:
     ignore = ("lm_head", "re:.*layers.1.self_attn.q_proj$")
     message = refusal(quantize(tiny_qwen3, tmp_path / "mixed", Recipe(ignore=ignore)), tmp_path)
-    assert "not quantized, but the contract has them in INT8: model.layers.1.self_attn.q_proj" in message
+    assert "1 module(s) not quantized, but the contract has them in INT8: layer 1: self_attn.q_proj;" in message
 
 
 def test_down_left_unquantized_everywhere_asks_for_bf16(tiny_qwen3: Path, tmp_path: Path) -> None:
@@ -199,7 +245,7 @@ def test_down_left_unquantized_everywhere_asks_for_bf16(tiny_qwen3: Path, tmp_pa
 def test_down_left_unquantized_in_one_layer_is_refused(tiny_qwen3: Path, tmp_path: Path) -> None:
     checkpoint = quantize(tiny_qwen3, tmp_path / "mixed", Recipe(ignore=("lm_head", "re:.*layers.1.mlp.down_proj$")))
     message = refusal(checkpoint, tmp_path)
-    assert "in some layers and not in others (model.layers.1.mlp.down_proj are not)" in message
+    assert "in some layers and not in others (layer 1: mlp.down_proj, which is not)" in message
 
 
 def test_bf16_down_is_refused_when_it_is_int8(qwen3: Path, tmp_path: Path) -> None:
@@ -208,8 +254,7 @@ def test_bf16_down_is_refused_when_it_is_int8(qwen3: Path, tmp_path: Path) -> No
 
 def test_an_unquantized_checkpoint_is_refused(tiny_qwen3: Path, tmp_path: Path) -> None:
     message = refusal(tiny_qwen3, tmp_path)
-    assert "model.layers.0.self_attn.q_proj" in message
-    assert "not quantized" in message
+    assert "12 module(s) not quantized, but the contract has them in INT8: layer 0: mlp.gate_proj" in message
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])

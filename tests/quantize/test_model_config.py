@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from quantize.errors import CheckpointError
+from quantize.families import FAMILIES
 from quantize.model_config import MAX_JSON_BYTES, load_model_config, parse_model_config, read_json_object
+from quantize.rope import RopeScaling, both_spellings, parse_rope
 from tests.tiny_models import VOCAB_SIZE
 
 BASE: dict[str, Any] = {
@@ -26,11 +28,20 @@ BASE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 2048,
 }
-CLASSES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+CLASSES = {name: family.architecture for name, family in FAMILIES.items()}
+THEIRS = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "mistral": MistralConfig}
+LLAMA31 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def of_family(family: str, **changes: Any) -> dict[str, Any]:
-    return {**BASE, "architectures": [CLASSES[family]], "model_type": family, **changes}
+    window = {"sliding_window": None} if family == "mistral" else {}
+    return {**BASE, **window, "architectures": [CLASSES[family]], "model_type": family, **changes}
 
 
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -54,6 +65,11 @@ def test_tiny_models_read_as_they_were_made(family: str, request: pytest.Fixture
     assert (config.qk_norm, config.qkv_bias) == (family == "qwen3", family == "qwen2")
     assert config.tie_word_embeddings == (family == "llama")
     assert (config.dtype, config.rope_theta, config.eos_token_ids) == ("bfloat16", 10000.0, (2,))
+    assert config.rope_scaling is None
+
+
+def test_a_tiny_llama3_reads_as_it_was_made(tiny_llama3: Path) -> None:
+    assert load_model_config(tiny_llama3).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 256)
 
 
 @pytest.mark.parametrize("theta", [10_000, 1_000_000.0, 500_000.5])
@@ -66,21 +82,119 @@ def test_both_rope_spellings_give_the_same_model(theta: float) -> None:
         {"rope_theta": theta, "rope_scaling": {"rope_type": "default"}},
         {"rope_theta": theta, "rope_scaling": {"type": "default"}},
         {"rope_theta": theta, "rope_parameters": {"rope_type": "default"}},
-        {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": theta}},
+        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": theta}},
+        {"rope_scaling": {"type": "default", "rope_theta": theta}, "rope_parameters": {"rope_theta": theta}},
     ]
     assert {parse_model_config({**BASE, **spelling}).rope_theta for spelling in spellings} == {float(theta)}
 
 
-@pytest.mark.parametrize("spelling", ["rope_theta", "rope_parameters", "both"])
-def test_theta_is_that_of_transformers(spelling: str) -> None:
-    changes: dict[str, Any] = {"rope_theta": 123.0} if spelling != "rope_parameters" else {}
-    if spelling != "rope_theta":
-        changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 456.0}
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_theta": 123.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 456.0}},
+        {"rope_theta": 456.0, "rope_parameters": {"rope_type": "default", "rope_theta": 456.0}},
+        {"rope_theta": 789.0, "rope_parameters": {"rope_type": "default"}},
+    ],
+)
+def test_theta_is_that_of_transformers(changes: dict[str, Any]) -> None:
     theirs = Qwen3Config.from_dict({**BASE, **changes})
     assert parse_model_config({**BASE, **changes}).rope_theta == theirs.rope_parameters["rope_theta"]
 
 
-@pytest.mark.parametrize("kind", ["yarn", "llama3", "dynamic", "linear", "longrope", None, 5])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+            "rope_parameters.rope_theta 5.0 and rope_theta 7.0 contradict",
+        ),
+        (
+            {"rope_scaling": {"type": "default", "rope_theta": 3.0}, "rope_parameters": {"rope_theta": 4.0}},
+            "rope_scaling.rope_theta 3.0 and rope_parameters.rope_theta 4.0 contradict",
+        ),
+        ({"rope_scaling": dict(LLAMA31), "rope_parameters": {"rope_type": "default"}}, "rope_scaling and rope_param"),
+        (
+            {"rope_scaling": dict(LLAMA31), "rope_parameters": {**LLAMA31, "factor": 4.0}},
+            "rope_scaling and rope_parameters contradict",
+        ),
+        ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, 'rope_type "default" and type "yarn" contradict'),
+        (
+            {"rope_scaling": dict(LLAMA31), "original_max_position_embeddings": 512},
+            "original_max_position_embeddings is 8192 in rope_scaling and 512 beside it",
+        ),
+    ],
+)
+def test_rotary_settings_that_contradict_each_other_are_refused(changes: dict[str, Any], told: str) -> None:
+    """transformers 5 silently prefers one of the two, readers of the older spelling the other: two models."""
+    assert told in problems({**BASE, **changes})
+
+
+def test_the_contradiction_is_real_transformers_takes_the_newer_spelling() -> None:
+    changes = {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
+    assert Qwen3Config.from_dict({**BASE, **changes}).rope_parameters["rope_theta"] == 5.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {**LLAMA31, "rope_theta": 5e5}},
+        {"rope_scaling": dict(LLAMA31), "rope_theta": 5e5},
+        {
+            "rope_scaling": {**{k: v for k, v in LLAMA31.items() if k != "rope_type"}, "type": "llama3"},
+            "rope_theta": 5e5,
+        },
+        {"rope_scaling": dict(LLAMA31), "rope_parameters": {**LLAMA31, "rope_theta": 5e5}, "rope_theta": 5e5},
+    ],
+)
+def test_llama3_scaling_is_read_from_every_spelling_as_transformers_reads_it(changes: dict[str, Any]) -> None:
+    content = of_family("llama", max_position_embeddings=131072, **changes)
+    config = parse_model_config(content)
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    theirs = LlamaConfig.from_dict(json.loads(json.dumps(content))).rope_parameters
+    assert (theirs["rope_type"], theirs["rope_theta"]) == ("llama3", 5e5)
+    assert {key: theirs[key] for key in LLAMA31} == LLAMA31
+
+
+def test_an_absent_original_length_is_the_longest_context_as_in_transformers() -> None:
+    rope = {key: value for key, value in LLAMA31.items() if key != "original_max_position_embeddings"}
+    config = parse_model_config(of_family("llama", rope_scaling=rope))
+    assert config.rope_scaling is not None
+    theirs = LlamaConfig.from_dict(of_family("llama", rope_scaling=dict(rope)))
+    assert config.rope_scaling.original_max_position_tokens == 2048
+    assert theirs.rope_parameters["original_max_position_embeddings"] == 2048
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"factor": None}, "rope_scaling.factor: found null"),
+        ({"factor": "8"}, 'rope_scaling.factor: found "8"'),
+        ({"factor": 10**400}, "rope_scaling.factor"),
+        ({"factor": 0.5}, "factor 0.5"),
+        ({"low_freq_factor": 4.0}, "low below high"),
+        ({"high_freq_factor": float("nan")}, "high_freq_factor"),
+        ({"original_max_position_embeddings": 0}, "original_max_position_embeddings: found 0"),
+        ({"original_max_position_embeddings": True}, "original_max_position_embeddings: found true"),
+    ],
+)
+def test_llama3_numbers_are_checked(changes: dict[str, Any], named: str) -> None:
+    assert named in problems(of_family("llama", rope_scaling={**LLAMA31, **changes}))
+
+
+def test_both_spellings_read_back_as_the_same_settings() -> None:
+    for rope in ({"rope_theta": 1e6}, {**LLAMA31, "rope_theta": 5e5}):
+        content = of_family("llama", rope_parameters=rope)
+        settings = parse_rope(content, [])
+        doubled = both_spellings(content, settings)
+        assert parse_model_config(doubled) == parse_model_config(content)
+        old = {key: value for key, value in doubled.items() if key != "rope_parameters"}
+        assert parse_model_config(old) == parse_model_config(content)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "linear", "longrope", "proportional", None, 5])
 @pytest.mark.parametrize(
     "keys", [("rope_scaling", "type"), ("rope_scaling", "rope_type"), ("rope_parameters", "rope_type")]
 )
@@ -104,6 +218,9 @@ def test_an_unsupported_rope_type_is_refused_by_name(kind: Any, keys: tuple[str,
         ({"head_dim": 0}, "head_dim"),
         ({"head_dim": 31}, "odd"),
         ({"head_dim": 32.0}, "head_dim"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ({"layer_types": "full_attention"}, "layer_types"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": "1"}, "sliding_window"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
         ({"hidden_size": True}, "hidden_size"),
         ({"hidden_size": 2**40}, "hidden_size"),
@@ -160,13 +277,39 @@ def test_a_window_that_is_switched_off_is_no_window() -> None:
     parse_model_config({**BASE, "use_sliding_window": True, "sliding_window": 128, "max_window_layers": 2})
 
 
-@pytest.mark.parametrize(("family", "kind"), [("qwen3", Qwen3Config), ("qwen2", Qwen2Config), ("llama", LlamaConfig)])
-def test_absent_keys_have_the_defaults_of_transformers(family: str, kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("family", "window", "refused"),
+    [
+        ("mistral", {"sliding_window": 4096}, "sliding_window 4096 is not supported"),
+        ("mistral", {}, "sliding_window 4096 (the default of MistralForCausalLM when the key is absent)"),
+        ("mistral", {"sliding_window": None}, None),
+        ("llama", {"sliding_window": 128}, "sliding_window 128"),
+        ("llama", {}, None),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1}, "sliding_window 128"),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 128, "max_window_layers": 1}, None),
+    ],
+)
+def test_a_sliding_window_is_refused_by_name(family: str, window: dict[str, Any], refused: str | None) -> None:
+    content = {**without(of_family(family), "sliding_window"), **window}
+    if refused is None:
+        parse_model_config(content)
+    else:
+        assert refused in problems(content)
+
+
+def test_transformers_also_windows_a_mistral_that_does_not_say_null() -> None:
+    assert MistralConfig.from_dict(without(of_family("mistral"), "sliding_window")).sliding_window == 4096
+    assert MistralConfig.from_dict(of_family("mistral")).sliding_window is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_keys_have_the_defaults_of_transformers(family: str) -> None:
+    kind: Any = THEIRS[family]
     required = {"hidden_size": 4096, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 32}
     content = {"architectures": [CLASSES[family]], "model_type": family, "vocab_size": 320, **required}
     content["max_position_embeddings"] = 2048
-    if family != "llama":
-        content["num_key_value_heads"] = 32
+    if family == "mistral":
+        content["sliding_window"] = None
     theirs, ours = kind.from_dict(dict(content)), parse_model_config(content)
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     assert ours.head_dim == head_dim
@@ -182,7 +325,8 @@ def test_absent_head_dim_is_128_for_qwen3_and_the_quotient_elsewhere() -> None:
     content = without(BASE, "head_dim")
     assert parse_model_config(content).head_dim == 128
     assert parse_model_config(without(of_family("qwen2"), "head_dim")).head_dim == 16
-    assert parse_model_config(without(of_family("llama"), "head_dim")).head_dim == 16
+    for family in ("llama", "mistral"):
+        assert parse_model_config(without(of_family(family), "head_dim")).head_dim == 16
     uneven = of_family("llama", num_attention_heads=6)
     assert "state head_dim" in problems(without(uneven, "head_dim"))
 

@@ -11,12 +11,14 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize as ct_quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from quantize.numerics import (
     apply_rope,
     int8_matmul,
+    inverse_frequencies,
     inverse_sqrt,
     linear_w8a8,
     quantize_activation,
@@ -25,6 +27,7 @@ from quantize.numerics import (
     rope_tables,
     to_bf16,
 )
+from quantize.rope import RopeScaling
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -186,6 +189,42 @@ def test_rope_is_that_of_transformers(theta: float) -> None:
     heads = random(300, 4, 32)
     rotated, _ = apply_rotary_pos_emb(heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], their_cos, their_sin)
     assert torch.allclose(apply_rope(heads, cos, sin), rotated[0].transpose(0, 1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "theta", "factor", "original"),
+    [
+        pytest.param(128, 500_000.0, 8.0, 8192, id="Llama 3.1 8B"),
+        pytest.param(64, 500_000.0, 32.0, 8192, id="Llama 3.2 1B"),
+        pytest.param(128, 500_000.0, 32.0, 8192, id="Llama 3.2 3B"),
+        pytest.param(32, 10_000.0, 8.0, 256, id="tiny"),
+    ],
+)
+def test_scaled_rope_is_that_of_transformers_to_the_bit(
+    head_dim: int, theta: float, factor: float, original: int
+) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": original,
+    }
+    config = LlamaConfig(head_dim=head_dim, max_position_embeddings=131072, rope_parameters=rope)
+    theirs = LlamaRotaryEmbedding(config)
+    scaling = RopeScaling(factor, 1.0, 4.0, original)
+    frequencies = inverse_frequencies(head_dim, theta, scaling)
+    assert torch.equal(frequencies, theirs.inv_freq)
+    cos, sin = rope_tables(head_dim, theta, 4096, scaling)
+    their_cos, their_sin = theirs(torch.zeros(1), torch.arange(4096)[None])
+    assert torch.equal(cos, their_cos[0])
+    assert torch.equal(sin, their_sin[0])
+    plain = inverse_frequencies(head_dim, theta)
+    kept, divided = frequencies == plain, frequencies == plain / factor
+    assert kept.any()
+    assert divided.any()
+    assert (~kept & ~divided).any()  # all three bands are there
 
 
 def test_narrowing_rounds_half_to_even() -> None:

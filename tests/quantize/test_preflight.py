@@ -35,7 +35,7 @@ def refusal(check: Callable[[Path], CheckpointReader], directory: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "llama3", "mistral"])
 def test_sound_checkpoints_of_every_family_pass(family: str, request: pytest.FixtureRequest) -> None:
     check_source(request.getfixturevalue(f"tiny_{family}")).close()
 

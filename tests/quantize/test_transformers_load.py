@@ -49,7 +49,7 @@ def dequantized(quantized: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("arithmetic", ["fp32", "compat"])
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "llama3", "mistral"])
 def test_logits_agree_with_the_dequantized_weights(
     family: str, arithmetic: Literal["fp32", "compat"], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ from tests.slab_tools import edit_checkpoint, stage
 from tests.tiny_models import make_tiny_llama, make_tiny_qwen3
 
 VOCAB = 320
-FAMILIES = ("tiny_qwen3", "tiny_llama", "tiny_qwen2")
+FAMILIES = ("tiny_qwen3", "tiny_llama", "tiny_qwen2", "tiny_llama3", "tiny_mistral")
 MAX_LOGIT_DIFFERENCE = 0.1
 """Bound on |executor - golden| over logits that span about +-5 (Qwen) and +-24 (Llama). A sum that rounds the other way
 can move an INT8 code by one; a misplaced tensor moves logits by several times this bound (tested below)."""
