@@ -33,9 +33,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantize.numerics import quantize_activation
-from quantize.quality import LogitsFn, QualityReport, evaluate, reference_logits_fn
+from quantize.quality import QualityReport, evaluate
 from quantize.quiet import quiet_transformers
 from quantize.texts import evaluation_text
+from quantize.transformers_model import LogitsFn, reference_logits_fn
 from serving.executor import open_executor
 from serving.executor.base import PAGE_TOKENS, Chunk
 

@@ -12,8 +12,9 @@ from prefect import task
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from quantize.quality import LogitsFn, evaluate, greedy_continuation, reference_logits_fn
+from quantize.quality import evaluate, greedy_continuation
 from quantize.texts import evaluation_text
+from quantize.transformers_model import LogitsFn, reference_logits_fn
 from serving.executor import open_executor
 from serving.executor.base import Chunk, Executor
 from tasks import progress

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from quantize.errors import CheckpointError, QuantizeError
-from quantize.quality import LogitsFn, evaluate, greedy_continuation, reference_logits_fn
+from quantize.quality import compare, evaluate, first_difference, greedy_continuation, quality_intervals, summarize
 from quantize.recipe import Recipe
 from quantize.rtn import quantize_checkpoint
+from quantize.transformers_model import LogitsFn, reference_logits_fn
 
 VOCAB = 50
 
@@ -137,3 +138,45 @@ def test_a_w8a8_checkpoint_runs_with_quantized_activations_and_in_silence(
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         reference_logits_fn(tmp_path)
+
+
+def test_figures_of_every_position_name_the_predicted_token_and_the_likeliest() -> None:
+    tokens = ids(70)
+    figures = compare(tokens, table_model(1), table_model(2), window_tokens=40)
+    assert figures.token.tolist() == [*range(1, 40), *range(41, 70)]
+    table = torch.softmax(table_model(2)(torch.arange(VOCAB)).double(), dim=-1)
+    before = tokens[figures.token - 1]
+    top = table[before].topk(3, dim=-1)
+    assert torch.equal(figures.top_candidate, top.indices)
+    torch.testing.assert_close(figures.top_candidate_p, top.values)
+    torch.testing.assert_close(figures.loss_candidate, -table[before, tokens[figures.token]].log())
+
+
+def test_a_summary_of_chosen_positions_counts_repetitions() -> None:
+    figures = compare(ids(100), table_model(1), table_model(2))
+    report = summarize(figures, torch.tensor([3, 3, 5]))
+    assert report.mean_kl == pytest.approx(float((2 * figures.kl[3] + figures.kl[5]) / 3))
+    assert report.p50_kl == pytest.approx(float(figures.kl[3]))
+    assert report.positions == 3
+
+
+def test_every_figure_has_an_interval_around_it() -> None:
+    figures = compare(ids(600), table_model(1), table_model(2))
+    intervals = quality_intervals(figures)
+    report = summarize(figures)
+    assert set(intervals) == set(vars(report)) - {"positions"}
+    for name, interval in intervals.items():
+        assert interval.value == getattr(report, name)
+        assert interval.low <= interval.value <= interval.high
+        assert interval.low < interval.high
+
+
+def test_progress_counts_tokens() -> None:
+    calls: list[tuple[int, int]] = []
+    compare(ids(100), table_model(1), table_model(1), 40, progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(40, 100), (80, 100), (100, 100)]
+
+
+def test_continuations_part_at_the_first_difference() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 4]) == 2
+    assert first_difference([1, 2, 3], [1, 2]) is None
