@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from quantize.model_config import ModelConfig
 from quantize.safetensors_header import TensorInfo
@@ -21,8 +21,8 @@ LAYER_PROJECTIONS = (
     "mlp.down_proj",
 )
 # Buffers that older checkpoints carry and no reader needs.
-IGNORED_TENSOR = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
+IGNORED_TENSOR = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
+_LAYER_NAME = re.compile(r"model\.layers\.([0-9]{1,9})\.(.+)")
 
 
 def layer_prefix(layer: int) -> str:
@@ -86,6 +86,10 @@ def is_optional(name: str, config: ModelConfig) -> bool:
     return IGNORED_TENSOR.fullmatch(name) is not None or (config.tie_word_embeddings and name == LM_HEAD + ".weight")
 
 
+def _few(names: Sequence[str], limit: int = 20) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
 def by_layer(names: Iterable[str]) -> list[str]:
     """Group names as `layer 3: a, b`, with the names outside layers first; long lists are cut with a count."""
     outside: list[str] = []
@@ -93,11 +97,11 @@ def by_layer(names: Iterable[str]) -> list[str]:
     for name in sorted(names):
         match = _LAYER_NAME.fullmatch(name)
         if match:
-            layers.setdefault(int(match[1]), []).append(match[2])
+            layers.setdefault(int(match[1]), []).append(match[2][:120])
         else:
             outside.append(name[:120])
-    groups = [", ".join(outside[:20]) + (f" and {len(outside) - 20} more" if len(outside) > 20 else "")] * bool(outside)
-    return groups + [f"layer {layer}: {', '.join(layers[layer])}" for layer in sorted(layers)]
+    groups = [_few(outside)] if outside else []
+    return groups + [f"layer {layer}: {_few(layers[layer])}" for layer in sorted(layers)]
 
 
 def compare_tensors(

@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from quantize.errors import CheckpointError
-from quantize.model_config import ModelConfig, parse_model_config, read_json_object
+from quantize.json_files import read_json_object
+from quantize.model_config import ModelConfig, parse_model_config
 from quantize.quantization_config import CONFIG_KEYS, Quantization, parse_quantization
 from quantize.safetensors_header import TensorInfo, read_header
 
@@ -42,6 +43,8 @@ SIDECAR_PATTERNS = (
     "LICENSE*",
     "NOTICE*",
 )
+MAX_NAME_CHARACTERS = 255
+MAX_SIDECAR_BYTES = 2**30
 HASH_BLOCK_BYTES = 2**24
 
 
@@ -60,7 +63,7 @@ class CheckpointScan:
 
 def _shard_name_problem(shard: Any) -> str | None:
     """Why an index entry is not the plain name of a safetensors file beside it, or None."""
-    if not isinstance(shard, str) or not shard or "\0" in shard:
+    if not isinstance(shard, str) or not shard or not shard.isprintable() or len(shard) > MAX_NAME_CHARACTERS:
         return "is not a file name"
     if any(character in shard for character in "/\\:") or shard in (".", ".."):
         return "leads out of the checkpoint directory or into a folder; only plain file names are read"
@@ -153,6 +156,17 @@ def _scan_tensors(scan: CheckpointScan) -> None:
             )
 
 
+def _sidecars(scan: CheckpointScan) -> list[Path]:
+    """The tokenizer, template and licence files, sorted; one too large to be any of these is reported and left out."""
+    found = sorted({path for pattern in SIDECAR_PATTERNS for path in scan.directory.glob(pattern) if path.is_file()})
+    large = [path for path in found if path.stat().st_size > MAX_SIDECAR_BYTES]
+    scan.problems += [
+        f"{path}: has {path.stat().st_size} bytes, expected at most {MAX_SIDECAR_BYTES} for a file beside the weights"
+        for path in large
+    ]
+    return [path for path in found if path not in large]
+
+
 def scan_checkpoint(directory: Path) -> CheckpointScan:
     """Look at a checkpoint directory without reading weights; all problems are collected, none raised.
 
@@ -163,16 +177,24 @@ def scan_checkpoint(directory: Path) -> CheckpointScan:
         kind = "not a directory" if directory.exists() else "does not exist"
         scan.problems.append(f"{directory}: {kind}; expected a Hugging Face checkpoint directory")
         return scan
+    generation_config = None
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        try:
+            generation_config = read_json_object(generation)
+        except CheckpointError as error:
+            scan.problems.append(str(error))
     try:
         scan.raw_config = read_json_object(directory / CONFIG_NAME)
         scan.quantization = parse_quantization(scan.raw_config)
-        generation = directory / "generation_config.json"
-        scan.config = parse_model_config(scan.raw_config, read_json_object(generation) if generation.exists() else None)
+        scan.config = parse_model_config(scan.raw_config, generation_config)
     except CheckpointError as error:
         scan.problems += error.problems or [str(error)]
-    _scan_tensors(scan)
-    names = {path for pattern in SIDECAR_PATTERNS for path in directory.glob(pattern) if path.is_file()}
-    scan.sidecars = sorted(names)
+    try:
+        _scan_tensors(scan)
+        scan.sidecars = _sidecars(scan)
+    except OSError as error:
+        scan.problems.append(f"{directory}: cannot be read: {error.strerror}")
     return scan
 
 

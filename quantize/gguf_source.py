@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from quantize.checkpoint import scan_checkpoint
-from quantize.checkpoint_writer import CheckpointWriter, TensorSpec, check_target
+from quantize.checkpoint_writer import CheckpointWriter, TensorSpec
 from quantize.errors import CheckpointError
 from quantize.families import FAMILIES
 from quantize.gguf_header import read_gguf_header
-from quantize.model_config import parse_model_config, read_json_object
+from quantize.json_files import read_json_object
+from quantize.model_config import parse_model_config
 from quantize.quiet import quiet_transformers
+from quantize.staging_folder import check_target
 
 ROPE_FACTORS = "rope_freqs.weight"
 UNSTABLE_CONFIG_KEYS = ("_name_or_path", "_model_name_or_path")

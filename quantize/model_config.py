@@ -14,11 +14,10 @@ from typing import Any
 
 from quantize.errors import CheckpointError
 from quantize.families import FAMILIES, Family
+from quantize.json_files import read_json_object
 from quantize.rope import RopeScaling, parse_rope, positive_number
 
 MAX_LAYERS = 10**4
-MAX_JSON_BYTES = 64 * 2**20
-"""Longest JSON file read; the largest real indexes stay below a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -256,24 +255,6 @@ def parse_model_config(config: Mapping[str, Any], generation_config: Mapping[str
     )
     if problems:
         raise CheckpointError("the model's configuration cannot be used", problems)
-    return parsed
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Parse a JSON file that must hold an object; raises CheckpointError naming the file and what is wrong with it."""
-    try:
-        size = path.stat().st_size
-        if not path.is_file() or size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: not a JSON file of at most {MAX_JSON_BYTES} bytes")
-        parsed = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: the file is absent") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {str(error)[:120]}") from None
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path}: found a JSON {type(parsed).__name__}, expected an object")
     return parsed
 
 

@@ -43,6 +43,17 @@ def _odd_dtypes(infos: Mapping[str, TensorInfo]) -> list[str]:
     ]
 
 
+def source_problems(scan: CheckpointScan) -> list[str]:
+    """Everything that keeps a scanned checkpoint from being a source of quantization; empty when it is one."""
+    quantized = _already_quantized(scan)
+    problems = [*scan.problems, *quantized]
+    if not quantized:
+        if scan.config is not None and scan.infos:
+            problems += compare_tensors(scan.infos, expected_tensors(scan.config), scan.config)
+        problems += _odd_dtypes(scan.infos)
+    return problems
+
+
 def check_source(directory: Path) -> CheckpointReader:
     """Check an unquantized source checkpoint without reading a weight; returns an open reader.
 
@@ -50,12 +61,7 @@ def check_source(directory: Path) -> CheckpointReader:
     unsupported settings, missing or unexpected names per layer, wrong shapes, quantized input.
     """
     scan = scan_checkpoint(directory)
-    quantized = _already_quantized(scan)
-    problems = [*scan.problems, *quantized]
-    if not quantized:
-        if scan.config is not None and scan.infos:
-            problems += compare_tensors(scan.infos, expected_tensors(scan.config), scan.config)
-        problems += _odd_dtypes(scan.infos)
+    problems = source_problems(scan)
     if problems:
         raise CheckpointError(f"{directory}: the checkpoint cannot be quantized", problems)
     return CheckpointReader(directory, scan)
@@ -70,13 +76,12 @@ def _expected_quantized(config: ModelConfig, quantization: Quantization) -> dict
     return expected
 
 
-def check_quantized(directory: Path) -> CheckpointReader:
-    """Check a W8A8 checkpoint (ours or another tool's) without reading a weight; returns an open reader.
+def quantized_problems(scan: CheckpointScan) -> list[str]:
+    """Everything that keeps a scanned checkpoint from being a usable W8A8 one; empty when it is one.
 
-    Beside what `check_source` looks at: the scheme is one that can be honoured, every quantized module has INT8 codes
-    and one scale a channel (`[out, 1]` or `[out]`), and every ignored one is floating-point.
+    Beside what `source_problems` looks at: the scheme is one that can be honoured, every quantized module has INT8
+    codes and one scale a channel (`[out, 1]` or `[out]`), and every ignored one is floating-point.
     """
-    scan = scan_checkpoint(directory)
     problems = list(scan.problems)
     quantization = scan.quantization
     if quantization is None:
@@ -98,6 +103,16 @@ def check_quantized(directory: Path) -> CheckpointReader:
             allowed = ("I8",) if name in codes else SOURCE_DTYPES
             if scan.infos[name].dtype not in allowed:
                 problems.append(f"{name} is {scan.infos[name].dtype}, expected {' or '.join(allowed)}")
+    return problems
+
+
+def check_quantized(directory: Path) -> CheckpointReader:
+    """Check a W8A8 checkpoint (ours or another tool's) without reading a weight; returns an open reader.
+
+    Raises CheckpointError whose `problems` lists everything that `quantized_problems` finds.
+    """
+    scan = scan_checkpoint(directory)
+    problems = quantized_problems(scan)
     if problems:
         raise CheckpointError(f"{directory}: not a usable W8A8 checkpoint", problems)
     return CheckpointReader(directory, scan)

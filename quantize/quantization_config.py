@@ -14,15 +14,43 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import regex
+
+from quantize.errors import QuantizeError
+
 CONFIG_KEYS = ("quantization_config", "compression_config")
 HONOURED_FORMATS = ("int-quantized", "naive-quantized")
+MAX_PATTERN_CHARACTERS = 500
+MATCH_TIMEOUT_S = 0.5
+PROBES = ("", "model.layers.000.self_attn.q_proj", "model.layers.000.mlp.down_proj", "lm_head")
+"""Names that a pattern is tried on when it is read, so that one without end is refused there."""
 HONOURED_PRESETS = ("W8A8", "INT8")
 
 
+def matches_pattern(pattern: str, name: str) -> bool:
+    """Whether a regular expression matches `name` from its start, as `re.match` has it.
+
+    Patterns come from files, and some take exponential time: matching is bounded. Raises re.error for a pattern that is
+    not valid, too long or nested too deeply, QuantizeError for one that does not finish.
+    """
+    if len(pattern) > MAX_PATTERN_CHARACTERS:
+        raise re.error(f"it has {len(pattern)} characters, expected at most {MAX_PATTERN_CHARACTERS}")
+    try:
+        re.compile(pattern)  # the syntax is that of compressed-tensors, which uses `re`
+        return regex.match(pattern, name, timeout=MATCH_TIMEOUT_S) is not None
+    except TimeoutError:
+        raise QuantizeError(
+            f"the pattern {pattern[:80]!r} takes more than {MATCH_TIMEOUT_S} s on {name[:80]!r}; "
+            "write it without nested repetitions"
+        ) from None
+    except (regex.error, RecursionError, OverflowError, MemoryError) as error:
+        raise re.error(str(error) or type(error).__name__) from None
+
+
 def matches(entry: str, module: str) -> bool:
-    """Whether an `ignore` or `targets` entry means the Linear module `module`; a bad pattern raises re.error."""
+    """Whether an `ignore` or `targets` entry means the Linear module `module`; raises as `matches_pattern` does."""
     if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), module) is not None
+        return matches_pattern(entry.removeprefix("re:"), module)
     return entry in (module, "Linear")
 
 
@@ -73,8 +101,9 @@ def _strings(value: Any, path: str, problems: list[str]) -> tuple[str, ...]:
         return ()
     for entry in value:
         try:
-            matches(entry, "")
-        except re.error as error:
+            for probe in PROBES:
+                matches(entry, probe)
+        except (re.error, QuantizeError) as error:
             problems.append(f"{path}: {entry[:80]!r} is not a valid pattern: {error}")
             return ()
     return tuple(value)

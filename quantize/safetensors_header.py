@@ -7,7 +7,6 @@ https://github.com/huggingface/safetensors (8 bytes little-endian header length,
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from quantize.errors import CheckpointError
+from quantize.json_files import parse_json
 
 MAX_HEADER_BYTES = 25 * 10**6
 """Longest header accepted; about 150,000 tensors in one file."""
@@ -63,15 +63,6 @@ def _looks_like(head: bytes) -> str:
     return "it is no safetensors file, or its start is damaged"
 
 
-def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"duplicate key {twice[:80]!r}")
-    return result
-
-
 def _is_size(value: Any, limit: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit
 
@@ -104,10 +95,7 @@ def _parse(raw: bytes, data_bytes: int) -> list[tuple[str, str, tuple[int, ...],
     """Parse the JSON header; raises ValueError saying what is wrong."""
     if not raw.startswith(b"{"):
         raise ValueError("the header does not start with '{'")
-    try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_object)
-    except RecursionError:
-        raise ValueError("the header is nested too deeply") from None
+    header = parse_json(raw)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ is not an object of strings")

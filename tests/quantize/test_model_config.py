@@ -12,7 +12,8 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from quantize.errors import CheckpointError
 from quantize.families import FAMILIES
-from quantize.model_config import MAX_JSON_BYTES, load_model_config, parse_model_config, read_json_object
+from quantize.json_files import MAX_JSON_BYTES, read_json_object
+from quantize.model_config import load_model_config, parse_model_config
 from quantize.rope import RopeScaling, both_spellings, parse_rope
 from tests.tiny_models import VOCAB_SIZE
 
