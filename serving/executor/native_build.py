@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantize import native_build
+from quantize.errors import NativeBuildError
 from quantize.native_build import (
     COMMON_FLAGS,
     INSTRUCTION_SETS,
     InstructionSet,
-    NativeBuildError,
     NativeLibrary,
     available_instruction_sets,
 )

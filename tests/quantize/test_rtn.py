@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantize import rtn
 from quantize.checkpoint import CheckpointReader, payload_digest, tensor_digests
 from quantize.errors import CheckpointError, NonFiniteWeightError, RecipeError
 from quantize.numerics import quantize_weight
 from quantize.preflight import check_quantized
 from quantize.recipe import Recipe, parse_recipe
+from quantize.row_kernel import NativeKernel, TorchKernel
 from quantize.rtn import quantize_checkpoint
 from tests.quantize.files import copy_checkpoint, edit_json, edit_tensors
 from tests.tiny_models import make_tiny_llama, make_tiny_qwen3
@@ -186,13 +186,18 @@ def test_a_non_finite_weight_is_refused_by_tensor_and_row(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-@pytest.mark.parametrize("block_elements", [1, 64, 1000])
+@pytest.mark.parametrize("block_bytes", [1, 200, 3000])
+@pytest.mark.parametrize("kernel", [NativeKernel, TorchKernel])
 def test_blocks_of_rows_do_not_show(
-    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_elements: int
+    tiny_qwen3: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    block_bytes: int,
+    kernel: type[NativeKernel] | type[TorchKernel],
 ) -> None:
-    whole = quantize_checkpoint(tiny_qwen3, tmp_path / "whole", Recipe())
-    monkeypatch.setattr(rtn, "BLOCK_ELEMENTS", block_elements)
-    cut = quantize_checkpoint(tiny_qwen3, tmp_path / "cut", Recipe())
+    whole = quantize_checkpoint(tiny_qwen3, tmp_path / "whole", Recipe(), kernel=kernel())
+    monkeypatch.setattr(kernel, "block_bytes", block_bytes)
+    cut = quantize_checkpoint(tiny_qwen3, tmp_path / "cut", Recipe(), kernel=kernel())
     assert cut.digest == whole.digest
     for before, after in zip(whole.errors, cut.errors, strict=True):
         assert after.sqnr_db == pytest.approx(before.sqnr_db, rel=1e-6)
@@ -202,7 +207,7 @@ def test_blocks_of_rows_do_not_show(
 
     source = edit_tensors(copy_checkpoint(tiny_qwen3, tmp_path / "source"), edit)
     with pytest.raises(NonFiniteWeightError, match="row 95, column 9"):
-        quantize_checkpoint(source, tmp_path / "out", Recipe())
+        quantize_checkpoint(source, tmp_path / "out", Recipe(), kernel=kernel())
 
 
 def test_infinities_that_cancel_and_sums_that_overflow_are_told_apart(tiny_qwen3: Path, tmp_path: Path) -> None:
@@ -256,7 +261,7 @@ def test_rows_that_vanish_are_not_silent(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         quantize_checkpoint(source, tmp_path / "out", Recipe(arithmetic="compat"))
     assert [record.getMessage() for record in caplog.records] == [
-        f"{UP}: 2 rows are too small for torch.float16 scales and became zero"
+        f"{UP}: 2 rows are too small for F16 scales and became zero"
     ]
 
 
