@@ -40,7 +40,7 @@ class CheckpointError(QuantizeError):
 
     def __init__(self, summary: str, problems: Sequence[str] = ()) -> None:
         self.summary = printable(summary)
-        self.problems = tuple(printable(problem) for problem in problems)
+        self.problems = tuple(printable(problem).replace("\n", "\\n") for problem in problems)
         lines = [f"  - {problem}" for problem in self.problems[:MAX_PROBLEMS_SHOWN]]
         if len(self.problems) > MAX_PROBLEMS_SHOWN:
             lines.append(f"  ... and {len(self.problems) - MAX_PROBLEMS_SHOWN} more")

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from flows.cli import bundles, deploy, doctor, programs, weights
+from flows.cli import bundles, deploy, doctor, inspect, programs, weights
 from flows.cli.output import EXIT_FAILED, EXIT_USAGE, FailedError, complain, emit_json
 from flows.settings import UsageError, check_environment
 from kernels.errors import KernelsError
@@ -23,8 +23,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for register in (deploy.register, weights.register, programs.register, bundles.register, doctor.register):
-    register(app)
+for verbs in (deploy, weights, inspect, programs, bundles, doctor):
+    verbs.register(app)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ def checkpoint(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_help_lists_every_verb() -> None:
     stdout, _ = run_cli("--help")
-    for verb in (*VERBS, "sample-model", "doctor"):
+    for verb in (*VERBS, "inspect", "sample-model", "doctor"):
         assert f"  {verb} " in stdout
 
 

@@ -20,6 +20,7 @@ from quantize.errors import CheckpointError
 from quantize.gguf_header import read_gguf_header
 from quantize.gguf_source import convert_gguf
 from quantize.preflight import check_source
+from quantize.summary import summarize_checkpoint, summarize_gguf
 from tests.tiny_models import BOS_ID, EOS_ID, VOCAB_SIZE, make_tiny_llama
 
 HEADS, KV_HEADS, LAYERS = 4, 2, 2
@@ -216,3 +217,23 @@ def test_corrupted_headers_never_raise_anything_else(data: st.DataObject, tiny_g
     path.write_bytes(content)
     with pytest.raises(CheckpointError):
         read_gguf_header(path)
+
+
+def test_a_gguf_file_is_described_from_its_header(tiny_gguf: Path, llama: Path) -> None:
+    summary, source = summarize_gguf(tiny_gguf), summarize_checkpoint(llama)[0]
+    assert (summary.kind, summary.family, summary.good_for) == ("gguf", "llama", "quantize")
+    assert summary.parameters == source.parameters
+    assert summary.tied
+    assert set(summary.shape.items()) <= set(source.shape.items())
+    assert summary.shape["vocab_size"] == 320
+    assert summary.problems == ()
+
+
+def test_a_gguf_file_that_cannot_be_converted_is_described_with_the_reasons(llama: Path, tmp_path: Path) -> None:
+    path = write_gguf(
+        llama, tmp_path / "x.gguf", edit=lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    )
+    summary = summarize_gguf(path)
+    assert summary.good_for is None
+    assert summary.rope["type"] == "yarn"
+    assert "RoPE scaling" in summary.problems[0]
