@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quantize.adapt import adapt, check_plan
 from quantize.architecture import EMBEDDING, IGNORED_TENSOR, LM_HEAD, layer_of, linear_modules
 from quantize.budget import plan_work, resident_bytes, usable_cores
 from quantize.checkpoint import CheckpointReader, without_quantization
@@ -65,12 +67,20 @@ def _tensor_error(name: str, sums: RowSums, clip: str) -> TensorError:
     return TensorError(name.removesuffix(".weight"), layer_of(name), sqnr_db, math.sqrt(ratio), gain_db)
 
 
-def _plan(reader: CheckpointReader, quantized: set[str]) -> tuple[list[TensorJob], list[TensorSpec]]:
-    """What to do, and the output's tensors in the source's order; a tied LM head and rotary buffers are left out."""
+def _plan(
+    reader: CheckpointReader, quantized: set[str], copies: Mapping[str, str]
+) -> tuple[list[TensorJob], list[TensorSpec]]:
+    """What to do, and the output's tensors in the source's order; a tied LM head and rotary buffers are left out.
+
+    `copies` are tensors to add, by name, each with the name of the source's tensor that it repeats.
+    """
     jobs: list[TensorJob] = []
     specs: list[TensorSpec] = []
-    for name, info in reader.infos.items():
-        if IGNORED_TENSOR.fullmatch(name) or (reader.config.tie_word_embeddings and name == LM_HEAD + ".weight"):
+    added = [replace(reader.infos[original], name=name) for name, original in copies.items()]
+    for info in (*(info for info in reader.infos.values() if info.name not in copies), *added):
+        name = info.name
+        tied_head = reader.config.tie_word_embeddings and name == LM_HEAD + ".weight"
+        if IGNORED_TENSOR.fullmatch(name) or (tied_head and name not in copies):
             continue
         shard = info.file.name
         job = TensorJob(info, name.removesuffix(".weight") in quantized)
@@ -121,18 +131,22 @@ def quantize_checkpoint(
     (None: the cores it may use), `kernel` what computes (None: the best that there is).
 
     Raises CheckpointError for an unusable source (before any weight is read) or a non-finite weight, RecipeError for an
-    ignore entry that matches nothing, BudgetError when `memory_bytes` or `workers` are too few; then `out` does not
-    exist. A run that is killed, interrupted or out of disk leaves finished tensors beside `out`, and the same call
-    carries on after them. Deterministic: the same source and recipe give the same digest, however it is run.
+    ignore entry that matches nothing or a plan that the recipe's reader would not load, BudgetError when `memory_bytes`
+    or `workers` are too few; then `out` does not exist. A run that is killed, interrupted or out of disk leaves what is
+    finished beside `out`, and the same call carries on after it. Deterministic: the same source and recipe give the
+    same digest, however it is run.
     """
     started = time.monotonic()
     with check_source(source) as reader:
-        ignored = recipe_ignored_modules(recipe, reader.config)
-        quantized = set(linear_modules(reader.config)) - set(ignored)
+        raw_config = without_quantization(reader.raw_config)
+        adapted = adapt(recipe.reader, reader.config, raw_config, recipe_ignored_modules(recipe, reader.config))
+        quantized = set(linear_modules(reader.config)) - set(adapted.ignored)
         if not quantized:
             raise CheckpointError(f"{source}: the recipe ignores every Linear module, nothing would be quantized")
         state = source_state(reader)
-        jobs, specs = _plan(reader, quantized)
+        jobs, specs = _plan(reader, quantized, adapted.copies)
+        config = {**adapted.config, "quantization_config": w8a8_quantization_config(adapted.ignored)}
+        check_plan(recipe.reader, reader.config, config, {spec.name: (spec.dtype_name, spec.shape) for spec in specs})
         kernel = open_kernel() if kernel is None else kernel
         plan = plan_work(
             memory_bytes,
@@ -143,10 +157,6 @@ def quantize_checkpoint(
             resident_bytes(),
         )
         _check_tied_head(reader)
-        config = {
-            **without_quantization(reader.raw_config),
-            "quantization_config": w8a8_quantization_config(ignored),
-        }
         key = work_identity(state, recipe.digest())
         with CheckpointWriter(out, specs, config, reader.sidecars, max_shard_bytes, resume_key=key) as writer:
             sums = stream_tensors(jobs, writer, kernel, Rounding(recipe.arithmetic, recipe.clip), plan, progress)

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from flows import console
+from flows.cli.inspect import ReaderName
 from flows.cli.output import JSON_OPTION, emit_json, emit_line
 from flows.settings import UsageError
 
@@ -43,6 +44,9 @@ def quantize(
     arithmetic: Arithmetic | None = typer.Option(
         None, help="Override the recipe: `fp32` codes from the stored scale, `compat` is llm-compressor's."
     ),
+    reader: ReaderName | None = typer.Option(
+        None, "--for", help="Override the recipe: also suit the loader of this program (see `inspect --for`)."
+    ),
     as_json: bool = JSON_OPTION,
 ) -> None:
     """Quantize a checkpoint to W8A8 (compressed-tensors int-quantized)."""
@@ -54,6 +58,8 @@ def quantize(
     chosen = load_recipe(recipe)
     if arithmetic is not None:
         chosen = chosen.model_copy(update={"arithmetic": arithmetic.value})
+    if reader is not None:
+        chosen = chosen.model_copy(update={"reader": reader.value})
     lines = console.ReleaseConsole()
     with tempfile.TemporaryDirectory(prefix="pypto-deploy-") as scratch:
         if source.is_file() and source.suffix == ".gguf":
@@ -63,7 +69,7 @@ def quantize(
         with lines.step("quantize") as line:
             result = quantize_checkpoint(source, out, chosen, progress=line.advance)
             line.outcome = f"{result.quantized} of {result.tensors} tensors to INT8"
-    answer = {"out": str(out), "arithmetic": chosen.arithmetic, **asdict(result)}
+    answer = {"out": str(out), "arithmetic": chosen.arithmetic, "reader": chosen.reader, **asdict(result)}
     if as_json:
         emit_json(answer)
     else:

@@ -48,3 +48,17 @@ def test_a_bundle_is_its_checkpoint(source: Path, tmp_path: Path) -> None:
     (tmp_path / "bundle" / "manifest.json").write_text("{}")
     answer = run_json("inspect", str(tmp_path / "bundle"))
     assert answer["path"] == str(tmp_path / "bundle" / "checkpoint")
+
+
+def test_quantize_for_a_reader_suits_it_or_says_why_not(source: Path, tmp_path: Path) -> None:
+    answer = run_json("quantize", str(source), str(tmp_path / "out"), "--for", "pypto-serving")
+    assert answer["reader"] == "pypto-serving"
+    verdicts = run_json("inspect", str(tmp_path / "out"), "--for", "pypto-serving", "--for", "vllm")["readers"]
+    assert all(verdict["accepted"] for verdict in verdicts)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("down: bf16\n")
+    arguments = ("quantize", str(source), str(tmp_path / "no"), "--recipe", str(recipe), "--for", "pypto-serving")
+    _, stderr = run_cli(*arguments, code=2)
+    assert "would not suit pypto-serving" in stderr
+    assert "mlp.down_proj" in stderr
+    assert not (tmp_path / "no").exists()
