@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -27,6 +27,27 @@ class StepLine:
     def note(self, text: str) -> None:
         """Show a remark behind the bar."""
         self._bar.update(self._task_id, note=text)
+
+
+class TransferRate:
+    """Advances a line by bytes, with the rate and the time left behind the bar."""
+
+    def __init__(self, line: StepLine, clock: Callable[[], float] = time.monotonic) -> None:
+        self._line = line
+        self._clock = clock
+        self._start: tuple[float, int] | None = None
+
+    def advance(self, done_bytes: int, total_bytes: int) -> None:
+        """Move the bar; from the second call on the rate is that since the first one."""
+        now_s = self._clock()
+        if self._start is None:
+            self._start = (now_s, done_bytes)
+        started_s, first_bytes = self._start
+        self._line.advance(done_bytes, total_bytes)
+        if now_s > started_s and done_bytes > first_bytes:
+            bytes_per_s = (done_bytes - first_bytes) / (now_s - started_s)
+            left_s = (total_bytes - done_bytes) / bytes_per_s
+            self._line.note(f"{bytes_per_s / 1e9:.2f} GB/s, {left_s:.0f} s left")
 
 
 class ReleaseConsole:

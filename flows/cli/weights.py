@@ -47,11 +47,21 @@ def quantize(
     reader: ReaderName | None = typer.Option(
         None, "--for", help="Override the recipe: also suit the loader of this program (see `inspect --for`)."
     ),
+    memory: str | None = typer.Option(
+        None, help="Bound of this process's resident memory: bytes, or such as 600M or 2GiB [default: none; about 60M]."
+    ),
+    workers: int | None = typer.Option(None, min=1, help="Threads [default: the cores this process may use]."),
+    max_shard_size: str | None = typer.Option(
+        None, help="Cut the output's shards at this size, such as 5G [default: the source's sharding]."
+    ),
     as_json: bool = JSON_OPTION,
 ) -> None:
-    """Quantize a checkpoint to W8A8 (compressed-tensors int-quantized)."""
+    """Quantize a checkpoint to W8A8 (compressed-tensors int-quantized).
+
+    Run it again after a kill, and it carries on after the tensors that were finished.
+    """
     refuse_existing(out)
-    from quantize.gguf_source import convert_gguf
+    from quantize.budget import parse_bytes
     from quantize.recipe import load_recipe
     from quantize.rtn import quantize_checkpoint
 
@@ -60,14 +70,26 @@ def quantize(
         chosen = chosen.model_copy(update={"arithmetic": arithmetic.value})
     if reader is not None:
         chosen = chosen.model_copy(update={"reader": reader.value})
+    memory_bytes = None if memory is None else parse_bytes(memory)
+    max_shard_bytes = None if max_shard_size is None else parse_bytes(max_shard_size)
     lines = console.ReleaseConsole()
     with tempfile.TemporaryDirectory(prefix="pypto-deploy-") as scratch:
         if source.is_file() and source.suffix == ".gguf":
+            from quantize.gguf_source import convert_gguf
+
             with lines.step("convert GGUF") as line:
                 source = convert_gguf(source, Path(scratch) / "source")
                 line.outcome = "to a BF16 checkpoint"
         with lines.step("quantize") as line:
-            result = quantize_checkpoint(source, out, chosen, progress=line.advance)
+            result = quantize_checkpoint(
+                source,
+                out,
+                chosen,
+                console.TransferRate(line).advance,
+                max_shard_bytes,
+                memory_bytes=memory_bytes,
+                workers=workers,
+            )
             line.outcome = f"{result.quantized} of {result.tensors} tensors to INT8"
     answer = {"out": str(out), "arithmetic": chosen.arithmetic, "reader": chosen.reader, **asdict(result)}
     if as_json:

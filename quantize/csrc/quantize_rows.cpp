@@ -198,7 +198,8 @@ double sum_lanes(Floats lanes) {
 }
 
 template <class T, bool kCompat>
-Sums encode(const typename T::Element* elements, const Row& row, int8_t* codes) {
+Sums encode(const typename T::Element* elements, const Row& shared, int8_t* codes) {
+    const Row row = shared;  // a copy that no store of codes can be taken to change
     Floats signal{}, noise{};
     Ints any{};
     walk<T>(elements, row.columns, [&](int64_t column, const typename T::Element* at, int real) {
@@ -221,13 +222,15 @@ Sums encode(const typename T::Element* elements, const Row& row, int8_t* codes) 
 }
 
 // The squared error of one candidate scale in units of `unit`: a tree that halves the row until one number is left, the
-// form that torch can follow bit for bit. `squares` has room for the columns rounded up to a power of two.
+// form that torch can follow bit for bit. `room` holds for the columns rounded up to a power of two.
 template <class T>
-float tree_error(const typename T::Element* elements, const Row& row, std::vector<float>& squares) {
+float tree_error(const typename T::Element* elements, const Row& shared, std::vector<float>& room) {
+    const Row row = shared;
+    float* const squares = room.data();
     walk<T>(elements, row.columns, [&](int64_t column, const typename T::Element* at, int) {
         const Floats x = T::widen(at);
         const Floats error = error_of(x, code_of<T, false>(x, row), row.scale, row.unit);
-        store(squares.data() + column, error * error);
+        store(squares + column, error * error);
     });
     const int64_t padded = ((row.columns + kLanes - 1) / kLanes) * kLanes;
     int64_t width = 1;
@@ -237,7 +240,7 @@ float tree_error(const typename T::Element* elements, const Row& row, std::vecto
     while (width > 1) {
         width /= 2;
         const int64_t pairs = filled > width ? filled - width : 0;
-        float* low = squares.data();
+        float* low = squares;
         const float* high = low + width;
         for (int64_t i = 0; i < pairs; ++i) low[i] += high[i];
         filled = filled < width ? filled : width;
