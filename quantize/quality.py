@@ -134,7 +134,7 @@ def compare(
             p_argmax, q_argmax = p_logits[rows].argmax(dim=-1), q_logits[rows].argmax(dim=-1)
             p = torch.log_softmax(p_logits[rows].to(torch.float64), dim=-1)
             q = torch.log_softmax(q_logits[rows].to(torch.float64), dim=-1)
-            p_top, q_top = (log_p.topk(min(TOP_TOKENS, log_p.shape[1]), dim=-1) for log_p in (p, q))
+            p_top, q_top = (x[rows].topk(min(TOP_TOKENS, x.shape[1]), dim=-1).indices for x in (p_logits, q_logits))
             columns.append(
                 (
                     torch.arange(len(targets)) + start + row + 1,
@@ -142,10 +142,10 @@ def compare(
                     -q.gather(1, targets)[:, 0],
                     (p.exp() * (p - q)).sum(dim=-1),
                     p_argmax == q_argmax,
-                    p_top.indices,
-                    p_top.values.exp(),
-                    q_top.indices,
-                    q_top.values.exp(),
+                    p_top,
+                    p.gather(1, p_top).exp(),
+                    q_top,
+                    q.gather(1, q_top).exp(),
                 )
             )
         if progress is not None:

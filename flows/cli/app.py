@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from flows.cli import bundles, deploy, doctor, inspect, programs, weights
+from flows.cli import bundles, deploy, doctor, inspect, programs, quality, weights
 from flows.cli.output import EXIT_FAILED, EXIT_USAGE, FailedError, complain, emit_json
 from flows.settings import UsageError, check_environment
 from kernels.errors import KernelsError
@@ -23,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-for verbs in (deploy, weights, inspect, programs, bundles, doctor):
+for verbs in (deploy, weights, inspect, quality, programs, bundles, doctor):
     verbs.register(app)
 
 
