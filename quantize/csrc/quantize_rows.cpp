@@ -162,7 +162,7 @@ int64_t first_non_finite(const typename T::Element* elements, int64_t count) {
 
 struct Row {
     float scale;          // as stored, widened
-    float unit;           // a power of two near 1 / scale: sums are taken in units of it, so that nothing overflows
+    float unit;           // a power of two that brings the row near 1: no square overflows or vanishes
     float low, high;      // bounds of codes
     int64_t columns;
 };
@@ -361,7 +361,8 @@ void run(QuantizeRows& job) {
         } else {
             row.scale = unclipped_scale<T>(amax);
         }
-        row.unit = unit_of(row.scale);
+        // By the largest weight, not by the scale: compat's can be far above a row whose own would vanish.
+        row.unit = unit_of(amax != 0 ? amax : row.scale);
         scales[number] = (Element)T::narrow(row.scale);
         const Sums sums = encode<T, kCompat>(row_elements, row, codes);
         const double unit = (double)row.unit;
