@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +18,11 @@ from kernels.errors import ProgramError
 from kernels.programs.base import Program, check_arguments, compare_outputs
 from kernels.programs.decode_layer import DecodeLayerSpec
 from kernels.programs.lm_head import LmHeadSpec
+from kernels.programs.registry import program_from_json, program_to_json
 from kernels.report import CheckResult
 from kernels.toolchain import run_check
 from kernels.verdict import ALL_PASSES, TENSOR_GRAPH
+from quantize.rope import RopeScaling
 from tests.kernels.programs_support import full_check, head_program, layer_program, sabotage
 
 
@@ -209,3 +213,14 @@ def test_samples_are_seeded_and_scatter_the_pages() -> None:
     assert not torch.equal(first["wq"], other["wq"])
     pages = first["block_table"][0].tolist()
     assert pages != sorted(pages) or first["block_table"][1].tolist() != [3, 4, 0]
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScaling(8.0, 1.0, 4.0, 16)])
+def test_a_program_survives_its_trip_through_json(scaling: RopeScaling | None) -> None:
+    program = layer_program()
+    program = type(program)(dataclasses.replace(program.spec, rope_scaling=scaling))
+    back = program_from_json(json.loads(json.dumps(program_to_json(program))))
+    assert back.spec == program.spec
+    inputs, again = program.sample_inputs(1), back.sample_inputs(1)
+    assert torch.equal(inputs["cos"], again["cos"])
+    assert torch.equal(inputs["cos"], layer_program().sample_inputs(1)["cos"]) == (scaling is None)

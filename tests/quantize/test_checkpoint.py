@@ -95,6 +95,9 @@ def test_a_stray_shard_is_not_read(sharded: Path, tmp_path: Path) -> None:
         "",
         "model.bin",
         "x\0",
+        "\ud800.safetensors",
+        "\x1b[31m.safetensors",
+        "n" * 300 + ".safetensors",
     ],
 )
 def test_an_index_entry_that_leads_elsewhere_is_refused(sharded: Path, tmp_path: Path, shard: str) -> None:
@@ -106,7 +109,23 @@ def test_an_index_entry_that_leads_elsewhere_is_refused(sharded: Path, tmp_path:
 
     edit_json(directory / INDEX_NAME, edit)
     problems = problems_of(directory)
-    assert any(repr(shard) in problem and "model.norm.weight" in problem for problem in problems)
+    assert any(repr(shard[:120]) in problem and "model.norm.weight" in problem for problem in problems)
+
+
+def test_a_file_too_large_to_be_a_tokenizer_is_refused(tiny_qwen3: Path, tmp_path: Path) -> None:
+    directory = copy_checkpoint(tiny_qwen3, tmp_path / "m")
+    with (directory / "LICENSE").open("wb") as file:
+        file.truncate(2**40)
+    assert f"LICENSE: has {2**40} bytes, expected at most" in "".join(problems_of(directory))
+
+
+def test_both_configs_are_read_and_told_of_together(tiny_qwen3: Path, tmp_path: Path) -> None:
+    directory = copy_checkpoint(tiny_qwen3, tmp_path / "m")
+    (directory / "generation_config.json").write_text("{")
+    edit_json(directory / "config.json", lambda config: config.update(hidden_act="gelu"))
+    text = "".join(problems_of(directory))
+    assert "generation_config.json: not valid JSON" in text
+    assert "hidden_act" in text
 
 
 def test_all_problems_of_an_index_come_in_one_message(sharded: Path, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils import is_match
 
-from quantize.quantization_config import matches, parse_quantization, w8a8_quantization_config
+from quantize.errors import QuantizeError
+from quantize.quantization_config import matches, matches_pattern, parse_quantization, w8a8_quantization_config
 
 MODULES = [
     "lm_head",
@@ -171,3 +174,34 @@ def test_a_target_that_matches_nothing_is_reported() -> None:
     read = parse_quantization(changed("targets", ["Linear", "re:.*experts.*"]))
     assert read is not None
     assert read.unmatched_targets(MODULES) == ["re:.*experts.*"]
+
+
+ENDLESS = r"re:(([a-z]|[a-z_.0-9]|\w|\.)*)*[^a-z]$"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        (ENDLESS, "takes more than"),
+        ("re:" + "a" * 501, "501 characters, expected at most 500"),
+        ("re:" + "(" * 400, "not a valid pattern"),
+        ("re:" + "(?:" * 160, "not a valid pattern"),
+        ("re:[", "not a valid pattern"),
+    ],
+)
+def test_a_pattern_without_end_or_sense_is_refused_in_bounded_time(pattern: str, told: str) -> None:
+    started = time.process_time()
+    quantization = parse_quantization({"quantization_config": {**w8a8_quantization_config([]), "ignore": [pattern]}})
+    assert quantization is not None
+    assert told in quantization.problems[0]
+    assert time.process_time() - started < 10
+    with pytest.raises((QuantizeError, re.error)):
+        matches(pattern, "model.layers.0.self_attn.q_proj")
+
+
+@pytest.mark.parametrize(
+    "pattern", [r".*down_proj$", r"model\.layers\.\d+\.(self_attn|mlp)\..*", r"(?i)LM_HEAD", r"[^m]"]
+)
+def test_bounded_matching_is_that_of_re(pattern: str) -> None:
+    for name in ("lm_head", "model.layers.0.mlp.down_proj", "model.layers.12.self_attn.q_proj", ""):
+        assert matches_pattern(pattern, name) == (re.match(pattern, name) is not None)
