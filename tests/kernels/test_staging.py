@@ -23,7 +23,7 @@ from quantize.numerics import rope_tables
 from quantize.recipe import Recipe
 from quantize.rope import RopeScaling
 from tests.slab_tools import edit_checkpoint, quantize, read_tensors
-from tests.tiny_models import make_tiny_llama
+from tests.tiny_models import make_tiny_llama, make_tiny_qwen3
 
 ATTN = "model.layers.{}.self_attn."
 
@@ -122,6 +122,15 @@ def test_a_manifest_with_an_unknown_rope_scaling_is_refused(qwen3: Path, tmp_pat
     path.write_text(json.dumps(manifest))
     with pytest.raises(StagingError, match="rope_scaling cannot be read"):
         load_slabs(tmp_path / "slabs")
+
+
+def test_a_head_written_for_another_reader_changes_no_slab(tmp_path: Path) -> None:
+    source = make_tiny_qwen3(tmp_path / "source", head_dim=16, tie_word_embeddings=True)
+    digests = []
+    for reader in ("any", "pypto-serving"):
+        stage_checkpoint(quantize(source, tmp_path / reader, Recipe(reader=reader)), tmp_path / f"{reader}-slabs")
+        digests.append(load_slabs(tmp_path / f"{reader}-slabs").digest)
+    assert digests[0] == digests[1]
 
 
 def test_unquantized_and_unexpected_tensors_are_listed_by_layer(llama: Path, tmp_path: Path) -> None:
