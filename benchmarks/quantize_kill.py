@@ -58,10 +58,9 @@ def run_kills(checkpoint: Path, folder: Path, kills: int, seed: int) -> dict[str
     kept: list[int] = []
     ended_before = 0
 
-    def check(process: subprocess.Popen[str]) -> None:
-        printed = process.communicate()[0].strip()
-        if process.returncode or printed != expected:
-            problems.append(f"a run exited with {process.returncode} and digest {printed!r}")
+    def check(exit_code: int, printed: str) -> None:
+        if exit_code or printed != expected:
+            problems.append(f"a run exited with {exit_code} and digest {printed!r}")
         elif payload_digest(out) != expected:
             problems.append("the files do not have the digest that was printed")
         if [path.name for path in folder.iterdir()] != ["out"]:
@@ -73,20 +72,21 @@ def run_kills(checkpoint: Path, folder: Path, kills: int, seed: int) -> dict[str
             process.wait(timeout=generator.uniform(0.0, 1.1 * run_s))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
-        process.wait()
+        printed = process.communicate()[0].strip()
         if process.returncode == -signal.SIGKILL and not out.exists():
             kept.append(kept_tensors(out))
             continue
         if process.returncode == 0:
             ended_before += 1
-            check(process)
+            check(0, printed)
         else:  # killed after the rename, before it could clear up: the output is whole
             kept.append(-1)
             if payload_digest(out) != expected:
                 problems.append("a run killed after its rename left an output of another digest")
         shutil.rmtree(out)
     last = start(checkpoint, out)
-    check(last)
+    printed = last.communicate()[0].strip()
+    check(last.returncode, printed)
     return {
         "checkpoint": str(checkpoint),
         "digest": expected,

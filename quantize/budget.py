@@ -23,11 +23,10 @@ def parse_bytes(text: str) -> int:
     Raises BudgetError for anything else.
     """
     match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise BudgetError(
-            f"{text[:40]!r} is no size; expected a number of bytes, or one such as 600M, 2G or 1GiB"
-        )
-    return int(float(match[1]) * UNITS[(match[2] or "").upper()])
+    size = 0 if match is None else int(float(match[1]) * UNITS[(match[2] or "").upper()])
+    if size < 1:
+        raise BudgetError(f"{text[:40]!r} is no size; expected a number of bytes, or one such as 600M, 2G or 1GiB")
+    return size
 
 
 def _quota_cores(root: Path, group: str) -> float:
