@@ -44,6 +44,9 @@ SIDECAR_PATTERNS = (
     "NOTICE*",
 )
 MAX_NAME_CHARACTERS = 255
+MAX_INDEX_BYTES = 32 * 2**20
+"""Longest index read: about 400,000 tensors."""
+MAX_SHARDS = 10_000
 MAX_SIDECAR_BYTES = 2**30
 HASH_BLOCK_BYTES = 2**24
 
@@ -75,7 +78,7 @@ def _shard_name_problem(shard: Any) -> str | None:
 def _read_index(scan: CheckpointScan) -> dict[str, str] | None:
     """The weight map of the index, with unusable entries reported and left out; None when there is no usable map."""
     try:
-        index = read_json_object(scan.directory / INDEX_NAME)
+        index = read_json_object(scan.directory / INDEX_NAME, MAX_INDEX_BYTES)
     except CheckpointError as error:
         scan.problems.append(str(error))
         return None
@@ -124,6 +127,9 @@ def _scan_tensors(scan: CheckpointScan) -> None:
                 f"both {SINGLE_NAME} and {INDEX_NAME} are there and the index does not list it: remove one of them"
             )
         shards = sorted(set(weight_map.values()))
+        if len(shards) > MAX_SHARDS:
+            scan.problems.append(f"{INDEX_NAME}: lists {len(shards)} shards, expected at most {MAX_SHARDS}")
+            return
     elif single.exists() or single.is_symlink():
         shards = [SINGLE_NAME]
     else:

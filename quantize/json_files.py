@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from quantize.errors import CheckpointError
 
-MAX_JSON_BYTES = 64 * 2**20
-"""Longest JSON file read; the largest real indexes stay below a fifth of it."""
+MAX_JSON_BYTES = 4 * 2**20
+"""Longest JSON file read unless a caller knows of longer ones; a real `config.json` has some kilobytes."""
 MAX_CONTAINERS = 10**6
 """Most arrays and objects in one text: each costs some hundred bytes of memory for two bytes of file."""
 
@@ -56,12 +56,12 @@ def parse_json(raw: bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Parse a JSON file that must hold an object; raises CheckpointError naming the file and what is wrong with it."""
     try:
         size = path.stat().st_size
-        if not path.is_file() or size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: not a JSON file of at most {MAX_JSON_BYTES} bytes")
+        if not path.is_file() or size > limit_bytes:
+            raise CheckpointError(f"{path}: not a JSON file of at most {limit_bytes} bytes")
         parsed = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: the file is absent") from None

@@ -24,6 +24,7 @@ from quantize.preflight import quantized_problems, source_problems
 from quantize.recipe import RECIPE_NAME, parse_recipe
 
 MAX_RECIPE_BYTES = 2**20
+MAX_TOKENIZER_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _tokenizer(directory: Path, problems: list[str]) -> tuple[str | None, int | 
         if path.suffix != ".json":
             continue
         try:
-            content = read_json_object(path)
+            content = read_json_object(path, MAX_TOKENIZER_BYTES)
         except CheckpointError as error:
             problems.append(str(error))
             continue

@@ -112,6 +112,17 @@ def test_an_index_entry_that_leads_elsewhere_is_refused(sharded: Path, tmp_path:
     assert any(repr(shard[:120]) in problem and "model.norm.weight" in problem for problem in problems)
 
 
+def test_an_index_of_more_shards_than_anybody_has_is_refused_at_once(sharded: Path, tmp_path: Path) -> None:
+    directory = copy_checkpoint(sharded, tmp_path / "m")
+    edit_json(
+        directory / INDEX_NAME,
+        lambda index: index["weight_map"].update({f"t{n}": f"s{n}.safetensors" for n in range(10_001)}),
+    )
+    problems = problems_of(directory)
+    assert len(problems) == 1
+    assert "shards, expected at most 10000" in problems[0]
+
+
 def test_a_file_too_large_to_be_a_tokenizer_is_refused(tiny_qwen3: Path, tmp_path: Path) -> None:
     directory = copy_checkpoint(tiny_qwen3, tmp_path / "m")
     with (directory / "LICENSE").open("wb") as file:
