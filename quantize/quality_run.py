@@ -86,7 +86,7 @@ def measure(
     prompt: list[int] = tokenizer(GREEDY_PROMPT)["input_ids"]
     greedy = greedy_continuation(model.logits, prompt, GREEDY_TOKENS)
     found: list[CandidateFindings] = []
-    with _kept_logits(model.logits, len(tokens), model.embedding.shape[0], len(candidates)) as logits:
+    with kept_logits(model.logits, len(tokens), model.embedding.shape[0], len(candidates)) as logits:
         reference = _Reference(source, model, logits, tokenizer, tokens, prompt, greedy)
         for number, candidate in enumerate(candidates):
             share = _Share(progress, number * len(tokens), len(candidates) * len(tokens))
@@ -234,7 +234,7 @@ def _opened(candidate: Candidate, dtype: torch.dtype) -> Iterator[tuple[LogitsFn
 
 
 @contextmanager
-def _kept_logits(logits: LogitsFn, tokens: int, vocab: int, uses: int) -> Iterator[LogitsFn]:
+def kept_logits(logits: LogitsFn, tokens: int, vocab: int, uses: int) -> Iterator[LogitsFn]:
     """`logits`, computed once a window and read from a temporary folder from then on, if that pays and fits."""
     needed_bytes = tokens * vocab * 4
     if uses < 2 or shutil.disk_usage(tempfile.gettempdir()).free < 2 * needed_bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -71,11 +72,15 @@ def store_bundle(
     )
 
 
-def make_reports(evidence: Mapping[str, Any], folder: Path) -> None:
-    """Write the reports of a release to `folder`, replacing an older set whole."""
+def make_reports(evidence: Mapping[str, Any], folder: Path, findings_file: Path) -> None:
+    """Write the reports of a release to `folder`, replacing an older set whole.
+
+    `findings_file` is what the quality step found, as JSON.
+    """
+    findings = json.loads(findings_file.read_text())
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".reports-", dir=folder.parent) as scratch:
-        write_reports(Path(scratch) / "new", evidence)
+        write_reports(Path(scratch) / "new", evidence, findings)
         if folder.exists():
             folder.rename(Path(scratch) / "old")
         (Path(scratch) / "new").rename(folder)

@@ -22,6 +22,7 @@ QUALITY_METRICS = (
     "perplexity_candidate",
     "perplexity_ratio",
     "mean_kl",
+    "p50_kl",
     "p99_kl",
     "top1_agreement",
     "positions",
@@ -59,6 +60,11 @@ def collect(findings: Findings) -> dict[str, Any]:
     quality = findings.quality
     metrics = {
         **{name: quality.get(name) for name in QUALITY_METRICS},
+        **{
+            f"{name}_{side}": limit
+            for name, limits in quality.get("intervals", {}).items()
+            for side, limit in zip(("low", "high"), limits, strict=True)
+        },
         "tpot_ms": tpot.get("tpot_ms"),
         "ttft_ms": tpot.get("ttft_ms"),
         "quantize_seconds": findings.quantize.get("seconds"),

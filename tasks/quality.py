@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from prefect import task
 from torch import Tensor
-from transformers import AutoTokenizer
 
-from quantize.quality import evaluate, greedy_continuation
+from quantize.activation_statistics import activation_statistics
+from quantize.quality import compare, greedy_continuation, summarize
+from quantize.quality_findings import QualityFindings, findings_of
+from quantize.quality_run import GREEDY_PROMPT, GREEDY_TOKENS, checkpoint_bytes, load_tokenizer, text_tokens
 from quantize.texts import evaluation_text
-from quantize.transformers_model import LogitsFn, reference_logits_fn
+from quantize.transformers_model import LogitsFn, TransformersModel
 from serving.executor import open_executor
 from serving.executor.base import Chunk, Executor
 from tasks import progress
@@ -23,9 +25,11 @@ from tasks.steps import StepRecord, run_step, step_key, write_json
 
 EVALUATION_TOKENS = 2048
 WINDOW_TOKENS = 512
-GREEDY_TOKENS = 48
-GREEDY_PROMPT = "The history of the city begins with"
 PAGE_TOKENS = 128
+FINDINGS_FILE = "findings.json"
+EXECUTOR_NAME = "pypto-deploy's CPU executor"
+BOUNDED_FIGURES = ("perplexity_ratio", "mean_kl", "top1_agreement")
+"""Figures whose 95 % intervals are facts of the step; all others are in the findings."""
 
 
 def quality_key(source_digest: str, slabs_digest: str, max_tokens: int) -> str:
@@ -52,49 +56,66 @@ def executor_logits_fn(executor: Executor) -> LogitsFn:
 
 
 def measure_quality(work: Path, key: str, source: Path, slabs: Path, max_tokens: int) -> StepRecord:
-    """Evaluate perplexity, KL, top-1 agreement and a greedy continuation; facts: the report as JSON values."""
+    """Compare the staged model with its source on the first `max_tokens` of the evaluation text.
+
+    Facts: the figures of `quantize.quality.QualityReport` and `intervals`. The output folder holds `findings.json`,
+    from which the report is drawn.
+    """
 
     def build(out: Path) -> dict[str, Any]:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        tokens = torch.tensor(tokenizer(evaluation_text())["input_ids"][:max_tokens], dtype=torch.int64)
+        tokenizer = load_tokenizer(source)
+        tokens = text_tokens(tokenizer, evaluation_text(), max_tokens)
         prompt = tokenizer(GREEDY_PROMPT)["input_ids"]
-        reference = reference_logits_fn(source)
-        window_pages = (WINDOW_TOKENS + PAGE_TOKENS - 1) // PAGE_TOKENS
-        executor = open_executor(slabs, kind="cpu", num_pages=window_pages)
-        try:
-            candidate = executor_logits_fn(executor)
-            report = evaluate(
-                tokens,
-                reference,
-                _counting(candidate, len(tokens)),
-                window_tokens=min(WINDOW_TOKENS, executor.max_context_tokens),
-            )
-            continuations = {
-                "prompt": GREEDY_PROMPT,
-                "reference": tokenizer.decode(greedy_continuation(reference, prompt, GREEDY_TOKENS)),
-                "candidate": tokenizer.decode(greedy_continuation(candidate, prompt, GREEDY_TOKENS)),
-            }
-        finally:
-            executor.close()
-        facts = {**asdict(report), "greedy": continuations}
+        reference = TransformersModel(source)
+        activations = activation_statistics(reference, [tokens[:WINDOW_TOKENS]])
+        with opened_executor(slabs) as executor:
+            logits = executor_logits_fn(executor)
+            window_tokens = min(WINDOW_TOKENS, executor.max_context_tokens)
+            figures = compare(tokens, reference.logits, logits, window_tokens, progress.advance)
+            greedy = [greedy_continuation(model, prompt, GREEDY_TOKENS) for model in (reference.logits, logits)]
+        found = findings_of(
+            "W8A8",
+            EXECUTOR_NAME,
+            figures,
+            tokens,
+            tokenizer,
+            window_tokens=window_tokens,
+            greedy=(greedy[0], greedy[1]),
+            layers_note="the executor gives no hidden states; `pypto-deploy quality` on the checkpoint compares layers",
+        )
+        findings = QualityFindings(
+            source="BF16 source",
+            ran_as="transformers, bfloat16 arithmetic",
+            bytes=checkpoint_bytes(source),
+            text="the evaluation text",
+            tokens=len(tokens),
+            window_tokens=window_tokens,
+            positions=found.positions,
+            perplexity=found.figures["perplexity_reference"],
+            greedy_prompt=GREEDY_PROMPT,
+            greedy=tokenizer.decode(greedy[0]),
+            activations=tuple(activations),
+            candidates=(found,),
+        )
         out.mkdir()
-        write_json(out / "quality.json", facts)
-        return facts
+        write_json(out / FINDINGS_FILE, findings.to_json())
+        intervals = {name: found.figures[name] for name in BOUNDED_FIGURES}
+        return {
+            **asdict(summarize(figures)),
+            "intervals": {name: [interval.low, interval.high] for name, interval in intervals.items()},
+        }
 
     return run_step(work, "quality", key, build)
 
 
-def _counting(fn: LogitsFn, total_tokens: int) -> Callable[[Tensor], Tensor]:
-    done = 0
-
-    def counted(window: Tensor) -> Tensor:
-        nonlocal done
-        result = fn(window)
-        done += len(window)
-        progress.advance(min(done, total_tokens), total_tokens)
-        return result
-
-    return counted
+@contextmanager
+def opened_executor(slabs: Path, window_tokens: int = WINDOW_TOKENS) -> Iterator[Executor]:
+    """The CPU executor on `slabs` with room for one window, closed afterwards."""
+    executor = open_executor(slabs, kind="cpu", num_pages=-(-window_tokens // PAGE_TOKENS))
+    try:
+        yield executor
+    finally:
+        executor.close()
 
 
 @task(name="measure quality", **STEP_TASK)

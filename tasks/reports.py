@@ -1,144 +1,76 @@
-"""The reports of a release: JSON for machines, PNG plots, and one HTML page that needs no network."""
+"""The reports of a release: the quality report, and more sections on gates, speed and programs."""
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from quantize.html_report import Cell, Plot, Section, Table, Text, number, page, verdict
+from quantize.plots import plot_tpot, quality_plots
+from quantize.quality_report import quality_sections
 from tasks.steps import write_json
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
-PLOT_SIZE_INCHES = (9, 3.4)
-_INK, _ACCENT = "#26323a", "#1f77b4"
-
-
-def write_reports(out: Path, evidence: Mapping[str, Any]) -> list[Path]:
+def write_reports(out: Path, evidence: Mapping[str, Any], findings: Mapping[str, Any]) -> list[Path]:
     """Write the reports of `evidence` to the new folder `out`; returns the files.
 
-    `evidence` has `digest`, `name`, `platform`, `quality`, `tensor_errors` (name, layer, sqnr_db), `programs`, `tpot`
-    (with `requests`, or None when it was not measured) and `gates`.
+    `evidence` has `digest`, `name`, `platform`, `tensor_errors` (name, layer, sqnr_db), `programs`, `tpot` (with
+    `requests`, or None when it was not measured) and `gates`. `findings` are those of the quality step, with one
+    candidate; the weights' errors join them, and `quality.json` holds the whole.
     """
     out.mkdir(parents=True)
-    write_json(out / "quality.json", evidence["quality"])
-    write_json(out / "tensor_errors.json", evidence["tensor_errors"])
-    write_json(out / "programs.json", evidence["programs"])
-    write_json(out / "tpot.json", evidence["tpot"])
-    plots = [_plot_layer_error(out / "layer_error.png", evidence["tensor_errors"])]
-    if evidence["tpot"] and evidence["tpot"].get("requests"):
-        plots.append(_plot_tpot(out / "tpot.png", evidence["tpot"]["requests"]))
-    (out / "report.html").write_text(_page(evidence, plots))
+    findings = _with_weights(findings, evidence["tensor_errors"])
+    for name, content in (
+        ("quality", findings),
+        ("tensor_errors", evidence["tensor_errors"]),
+        ("programs", evidence["programs"]),
+        ("tpot", evidence["tpot"]),
+    ):
+        write_json(out / f"{name}.json", content)
+    plots = quality_plots(findings)
+    requests = (evidence["tpot"] or {}).get("requests")
+    if requests:
+        plots["tpot"] = plot_tpot(requests)
+    for stem, png in plots.items():
+        (out / f"{stem}.png").write_bytes(png)
+    summary, *details = quality_sections(findings, plots)
+    sections = [_gates(evidence["gates"]), summary, _speed(evidence, plots), _programs(evidence["programs"]), *details]
+    (out / "report.html").write_text(page(evidence["name"], f"bundle {evidence['digest']}", sections))
     return sorted(out.iterdir())
 
 
-def _plot_layer_error(path: Path, errors: Sequence[Mapping[str, Any]]) -> Path:
-    groups: dict[str, list[tuple[int, float]]] = {}
-    for error in errors:
-        if error["layer"] is not None and error["sqnr_db"] is not None:
-            groups.setdefault(error["name"].rsplit(".", 1)[-1], []).append((error["layer"], error["sqnr_db"]))
-
-    def draw(axes: Axes) -> None:
-        for projection, points in sorted(groups.items()):
-            layers, sqnr_db = zip(*sorted(points), strict=True)
-            axes.plot(layers, sqnr_db, marker=".", linewidth=1, label=projection)
-        axes.set(xlabel="layer", ylabel="weight SQNR (dB)", title="Weight error per layer")
-        if groups:
-            axes.legend(ncols=4, fontsize="small")
-
-    return _save(path, draw)
+def _with_weights(findings: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    (candidate,) = findings["candidates"]
+    return {**findings, "candidates": [{**candidate, "weights": list(errors)}]}
 
 
-def _plot_tpot(path: Path, requests: Sequence[Mapping[str, Any]]) -> Path:
-    def draw(axes: Axes) -> None:
-        numbers = range(1, len(requests) + 1)
-        axes.bar(list(numbers), [request["tpot_ms"] for request in requests], color=_ACCENT, width=0.6)
-        axes.set(xlabel="request", ylabel="TPOT (ms)", title="Time per output token, serial requests")
-        axes.set_xticks(list(numbers))
-
-    return _save(path, draw)
+def _gates(gates: Sequence[Mapping[str, Any]]) -> Section:
+    rows: list[list[Cell]] = [
+        [gate["name"], gate["value"], f"{gate['direction']} {gate['bound']}", verdict(gate["passed"])] for gate in gates
+    ]
+    return Section("Gates", [Table(["gate", "measured", "bound", ""], rows)])
 
 
-def _save(path: Path, draw: Any) -> Path:
-    # The object interface keeps matplotlib's global state (and any display) out of a worker process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=PLOT_SIZE_INCHES, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.grid(alpha=0.3)
-    draw(axes)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    path.write_bytes(buffer.getvalue())
-    return path
-
-
-def _page(evidence: Mapping[str, Any], plots: Sequence[Path]) -> str:
-    quality = evidence["quality"]
+def _speed(evidence: Mapping[str, Any], plots: Mapping[str, bytes]) -> Section:
     tpot = evidence["tpot"] or {}
-    rows = {
-        "Quality against the BF16 source": [
-            ("perplexity, BF16", _number(quality.get("perplexity_reference"))),
-            ("perplexity, W8A8", _number(quality.get("perplexity_candidate"))),
-            ("ratio", _number(quality.get("perplexity_ratio"))),
-            ("mean KL (nats)", _number(quality.get("mean_kl"))),
-            ("top-1 agreement", _number(quality.get("top1_agreement"))),
-            ("positions", _number(quality.get("positions"))),
-        ],
-        "Speed": [
-            ("platform", str(tpot.get("platform", evidence["platform"]))),
-            ("TPOT (ms, median)", _number(tpot.get("tpot_ms"))),
-            ("TTFT (ms, median)", _number(tpot.get("ttft_ms"))),
-        ],
-        "PyPTO programs": [
-            (
-                program["name"],
-                f"{program['status']}, {len(program['passes'])} passes, "
-                f"{_number(program['simulated_us'])} us simulated",
-            )
-            for program in evidence["programs"]
-        ],
-        "Gates": [
-            (
-                gate["name"],
-                f"{'pass' if gate['passed'] else 'FAIL'}: {_number(gate['value'])} {gate['direction']} {gate['bound']}",
-            )
-            for gate in evidence["gates"]
-        ],
-    }
-    tables = "".join(
-        f"<h2>{html.escape(title)}</h2><table>"
-        + "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in table)
-        + "</table>"
-        for title, table in rows.items()
-    )
-    images = "".join(
-        f'<img alt="{plot.stem}" src="data:image/png;base64,{base64.b64encode(plot.read_bytes()).decode()}">'
-        for plot in plots
-    )
-    greedy = quality.get("greedy") or {}
-    texts = "".join(
-        f"<h3>{html.escape(key)}</h3><pre>{html.escape(str(value))}</pre>" for key, value in sorted(greedy.items())
-    )
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{html.escape(evidence["name"])} {evidence["digest"][:12]}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; color: {_INK}; padding: 0 1rem }}
-table {{ border-collapse: collapse }} th, td {{ text-align: left; padding: .2rem 1rem .2rem 0; font-weight: normal }}
-th {{ color: #5b6b75 }} img {{ max-width: 100% }} pre {{ white-space: pre-wrap; background: #f4f6f7; padding: .6rem }}
-</style>
-<h1>{html.escape(evidence["name"])}</h1><p>bundle <code>{evidence["digest"]}</code></p>
-{tables}<h2>Plots</h2>{images}<h2>Greedy continuation</h2>{texts}</html>
-"""
+    blocks: list[Text | Plot] = [
+        Text(
+            f"On {tpot.get('platform', evidence['platform'])}, median of serial requests: "
+            f"TPOT {_milliseconds(tpot.get('tpot_ms'))}, TTFT {_milliseconds(tpot.get('ttft_ms'))}."
+        )
+    ]
+    if "tpot" in plots:
+        blocks.append(Plot(plots["tpot"], "Time per output token of every request"))
+    return Section("Speed", blocks)
 
 
-def _number(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "not measured" if value is None else str(value)
+def _programs(programs: Sequence[Mapping[str, Any]]) -> Section:
+    rows: list[list[Cell]] = [
+        [program["name"], program["status"], len(program["passes"]), program["simulated_us"]] for program in programs
+    ]
+    return Section("PyPTO programs", [Table(["program", "status", "compiler passes", "simulated, us"], rows)])
+
+
+def _milliseconds(value: float | None) -> str:
+    return number(value) if value is None else f"{number(value)} ms"

@@ -122,25 +122,22 @@ def _candidate(name: str, directory: Path, runner: Runner, window: int) -> Candi
 
     if runner is Runner.transformers:
         return Candidate(name, directory)
-    return Candidate(name, directory, lambda: _staged_logits(directory, window), ran_as="pypto-deploy's CPU executor")
+    from tasks.quality import EXECUTOR_NAME
+
+    return Candidate(name, directory, lambda: _staged_logits(directory, window), ran_as=EXECUTOR_NAME)
 
 
 @contextmanager
 def _staged_logits(checkpoint: Path, window: int) -> Iterator[LogitsFn]:
     """The CPU executor on `checkpoint`, staged into a temporary folder that is gone afterwards."""
     from kernels.staging import stage_checkpoint
-    from serving.executor import open_executor
-    from serving.executor.base import PAGE_TOKENS
-    from tasks.quality import executor_logits_fn
+    from tasks.quality import executor_logits_fn, opened_executor
 
     with tempfile.TemporaryDirectory(prefix="pypto-deploy-") as scratch:
         slabs = Path(scratch) / "slabs"
         stage_checkpoint(checkpoint, slabs, down=_down_form(checkpoint))
-        executor = open_executor(slabs, kind="cpu", num_pages=-(-window // PAGE_TOKENS))
-        try:
+        with opened_executor(slabs, window) as executor:
             yield executor_logits_fn(executor)
-        finally:
-            executor.close()
 
 
 def _down_form(checkpoint: Path) -> DownDtype:

@@ -88,7 +88,10 @@ def test_a_release_ends_with_a_champion_and_its_evidence(released: tuple[Path, d
     assert evidence.mlflow_run_id == answer["mlflow_run_id"]
     assert evidence.prefect_flow_run_id == answer["prefect_run_id"]
     assert {path.name for path in bundle.reports_dir.iterdir()} == {
+        "activations.png",
+        "kl.png",
         "layer_error.png",
+        "perplexity.png",
         "programs.json",
         "quality.json",
         "report.html",
