@@ -224,6 +224,11 @@ class CheckpointWriter:
             self._note(spec, entry)
         return True
 
+    @property
+    def resumed_tensors(self) -> int:
+        """How many tensors an earlier run had finished, as far as they have been found sound."""
+        return len(self._resumed)
+
     def facts(self, name: str) -> Mapping[str, Any]:
         """What was recorded with a tensor that an earlier run finished; empty for others."""
         entry = self._resumed.get(name)

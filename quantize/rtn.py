@@ -47,7 +47,10 @@ class TensorError:
 
 @dataclass(frozen=True)
 class QuantizeResult:
-    """What was written: payload digest, number of tensors and of quantized modules, payload sizes, time, errors."""
+    """What was written: payload digest, number of tensors and of quantized modules, payload sizes, time, errors.
+
+    `resumed` tensors were finished by an interrupted run before this one.
+    """
 
     digest: str
     tensors: int
@@ -56,6 +59,7 @@ class QuantizeResult:
     bytes_out: int
     seconds: float
     errors: list[TensorError]
+    resumed: int = 0
 
 
 def _tensor_error(name: str, sums: RowSums, clip: str) -> TensorError:
@@ -178,4 +182,5 @@ def quantize_checkpoint(
             bytes_out=writer.total_bytes,
             seconds=time.monotonic() - started,
             errors=[_tensor_error(job.info.name, sums[job.info.name], recipe.clip) for job in jobs if job.quantized],
+            resumed=writer.resumed_tensors,
         )

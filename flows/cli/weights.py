@@ -90,7 +90,8 @@ def quantize(
                 memory_bytes=memory_bytes,
                 workers=workers,
             )
-            line.outcome = f"{result.quantized} of {result.tensors} tensors to INT8"
+            kept = f", {result.resumed} kept of an interrupted run" if result.resumed else ""
+            line.outcome = f"{result.quantized} of {result.tensors} tensors to INT8{kept}"
     answer = {"out": str(out), "arithmetic": chosen.arithmetic, "reader": chosen.reader, **asdict(result)}
     if as_json:
         emit_json(answer)

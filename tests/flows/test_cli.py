@@ -43,6 +43,15 @@ def test_quantize_answers_with_digest_and_sizes(source: Path, tmp_path: Path) ->
     assert {"tensors", "seconds"} <= first.keys()
 
 
+def test_quantize_takes_bounds_of_memory_workers_and_shards(source: Path, tmp_path: Path) -> None:
+    plain = run_json("quantize", str(source), str(tmp_path / "a"))
+    options = ("--memory", "1G", "--workers", "3", "--max-shard-size", "40K")
+    bounded = run_json("quantize", str(source), str(tmp_path / "b"), *options)
+    assert bounded["digest"] == plain["digest"]
+    assert len(list((tmp_path / "b").glob("*.safetensors"))) > 1
+    assert (plain["resumed"], bounded["resumed"]) == (0, 0)
+
+
 def test_stage_answers_with_digest_and_tensors(checkpoint: Path, tmp_path: Path) -> None:
     answer = run_json("stage", str(checkpoint), str(tmp_path / "slabs"))
     assert answer["tensors"]["wq"]["dtype"] == "INT8"
@@ -57,6 +66,9 @@ def test_stage_answers_with_digest_and_tensors(checkpoint: Path, tmp_path: Path)
         (["quantize", "CHECKPOINT", "OUT"], ["already quantized"]),
         (["quantize", "SOURCE", "OUT", "--recipe", "BAD_RECIPE"], ["ignored", "recipe"]),
         (["quantize", "SOURCE", "OUT", "--recipe", "absent.yaml"], ["absent.yaml"]),
+        (["quantize", "SOURCE", "OUT", "--memory", "1"], ["1 bytes", "expected at least"]),
+        (["quantize", "SOURCE", "OUT", "--memory", "lots"], ["'lots' is no size", "600M"]),
+        (["quantize", "SOURCE", "OUT", "--max-shard-size", "0"], ["'0' is no size"]),
         (["quantize", "SOURCE", "OUT", "--arithmetic", "fp8"], ["fp8", "compat"]),
         (["stage", "SOURCE", "OUT"], ["q_proj"]),
         (["stage", "CHECKPOINT", "OUT", "--down", "bf16"], ["down"]),

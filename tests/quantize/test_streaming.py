@@ -107,7 +107,7 @@ def test_a_run_carries_on_after_the_tensors_that_were_finished(
     assert "carries on" in caplog.text
     resumed, written = count_streams(lambda: quantize_checkpoint(tiny_qwen3, tmp_path / "out", Recipe()))
     # Codes are journalled after their scales: of a pair cut in two, the scales are kept and the codes written again.
-    assert plain.tensors - written == tensors
+    assert plain.tensors - written == resumed.resumed == tensors
     assert resumed.digest == plain.digest == payload_digest(tmp_path / "out")
     assert resumed.errors == plain.errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain"]
@@ -126,7 +126,7 @@ def test_a_kept_tensor_is_hashed_before_it_is_trusted(
     with caplog.at_level(logging.WARNING):
         resumed, written = count_streams(lambda: quantize_checkpoint(tiny_qwen3, tmp_path / "out", Recipe()))
     assert "is not what the interrupted run recorded" in caplog.text
-    assert written == plain.tensors
+    assert (written, resumed.resumed) == (plain.tensors, 0)
     assert resumed.digest == plain.digest == payload_digest(tmp_path / "out")
 
 
