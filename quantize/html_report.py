@@ -24,7 +24,7 @@ p { margin: .4rem 0; max-width: 52rem } .note { color: var(--soft) }
 .wide { overflow-x: auto } table { border-collapse: collapse; margin: .6rem 0; font-variant-numeric: tabular-nums }
 th, td { text-align: left; padding: .25rem .9rem .25rem 0; vertical-align: top; border-bottom: 1px solid var(--line) }
 th { color: var(--soft); font-weight: 600 } td.number, th.number { text-align: right; white-space: nowrap }
-.range { color: var(--soft); font-size: .86em; white-space: nowrap }
+.range { color: var(--soft); font-size: .86em } .range, .whole { white-space: nowrap }
 img { max-width: 100%; height: auto; display: block; background: #fff; border: 1px solid var(--line);
   border-radius: 4px; margin: .8rem 0 }
 pre { white-space: pre-wrap; background: var(--panel); padding: .6rem .8rem; border-radius: 4px; margin: .3rem 0 }

@@ -210,12 +210,11 @@ def _worst_table(candidate: Json) -> Table:
 
 
 def _guesses(guesses: Sequence[Json]) -> Html:
-    return Html(
-        "<br>".join(
-            f"<code>{html.escape(json.dumps(guess['token'], ensure_ascii=False))}</code> {guess['probability']:.0%}"
-            for guess in guesses
-        )
-    )
+    def line(guess: Json) -> str:
+        token = html.escape(json.dumps(guess["token"], ensure_ascii=False))
+        return f'<span class="whole"><code>{token}</code> {guess["probability"]:.0%}</span>'
+
+    return Html("<br>".join(line(guess) for guess in guesses))
 
 
 def _decibels(value: float | None) -> Html:

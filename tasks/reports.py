@@ -15,12 +15,12 @@ from tasks.steps import write_json
 def write_reports(out: Path, evidence: Mapping[str, Any], findings: Mapping[str, Any]) -> list[Path]:
     """Write the reports of `evidence` to the new folder `out`; returns the files.
 
-    `evidence` has `digest`, `name`, `platform`, `tensor_errors` (name, layer, sqnr_db), `programs`, `tpot` (with
-    `requests`, or None when it was not measured) and `gates`. `findings` are those of the quality step, with one
+    `evidence` has `digest`, `name`, `platform`, `metrics`, `tensor_errors` (name, layer, sqnr_db), `programs`, `tpot`
+    (with `requests`, or None when it was not measured) and `gates`. `findings` are those of the quality step, with one
     candidate; the weights' errors join them, and `quality.json` holds the whole.
     """
     out.mkdir(parents=True)
-    findings = _with_weights(findings, evidence["tensor_errors"])
+    findings = _completed(findings, evidence)
     for name, content in (
         ("quality", findings),
         ("tensor_errors", evidence["tensor_errors"]),
@@ -40,9 +40,12 @@ def write_reports(out: Path, evidence: Mapping[str, Any], findings: Mapping[str,
     return sorted(out.iterdir())
 
 
-def _with_weights(findings: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _completed(findings: Mapping[str, Any], evidence: Mapping[str, Any]) -> dict[str, Any]:
+    """The findings with what other steps know of the candidate: its weights' errors and its size."""
     (candidate,) = findings["candidates"]
-    return {**findings, "candidates": [{**candidate, "weights": list(errors)}]}
+    size_bytes = evidence["metrics"].get("bytes_out")
+    size = None if size_bytes is None else int(size_bytes)
+    return {**findings, "candidates": [{**candidate, "weights": list(evidence["tensor_errors"]), "bytes": size}]}
 
 
 def _gates(gates: Sequence[Mapping[str, Any]]) -> Section:

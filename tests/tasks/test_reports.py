@@ -50,7 +50,7 @@ def test_a_release_has_the_quality_report_and_its_own_sections(
     tpot = {"platform": "cpu", "tpot_ms": 1.5, "ttft_ms": 3.25, "requests": [{"tpot_ms": 1.4}, {"tpot_ms": 1.6}]}
     evidence = {
         "name": "tiny & small", "digest": "d" * 64, "platform": "cpu", "tensor_errors": errors,
-        "programs": PROGRAMS, "tpot": tpot, "gates": GATES,
+        "programs": PROGRAMS, "tpot": tpot, "gates": GATES, "metrics": {"bytes_out": 163226688.0},
     }  # fmt: skip
     make_reports(evidence, tmp_path / "reports", findings_file)
     page = (tmp_path / "reports" / "report.html").read_text()
@@ -58,6 +58,7 @@ def test_a_release_has_the_quality_report_and_its_own_sections(
         assert f"<h2>{title}</h2>" in page
     assert "tiny &amp; small" in page
     assert "TPOT 1.5 ms, TTFT 3.25 ms" in page
+    assert "163.2 MB" in page
     assert page.count('<span class="fail">FAIL</span>') == 1
     quality = json.loads((tmp_path / "reports" / "quality.json").read_text())
     assert quality["candidates"][0]["weights"] == errors
@@ -74,7 +75,7 @@ def test_reports_replace_an_older_set_whole_and_do_without_measured_speed(
     (folder / "old.png").write_bytes(b"old")
     evidence = {
         "name": "tiny", "digest": "d" * 64, "platform": "sim", "tensor_errors": errors,
-        "programs": PROGRAMS, "tpot": None, "gates": [],
+        "programs": PROGRAMS, "tpot": None, "gates": [], "metrics": {},
     }  # fmt: skip
     make_reports(evidence, folder, findings_file)
     names = {path.name for path in folder.iterdir()}
