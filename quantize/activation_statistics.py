@@ -69,7 +69,8 @@ class _Sums:
         magnitude = x.abs()
         columns = magnitude.amax(dim=0)
         self.channel_amax = torch.maximum(self.channel_amax, columns) if len(self.channel_amax) else columns
-        square = x.square().mean(dim=-1, dtype=torch.float64)
+        squares = x.square()
+        square = squares.mean(dim=-1, dtype=torch.float64)
         ratio = magnitude.amax(dim=-1) / square.sqrt()
         codes, scale = quantize_activation(x.to(torch.bfloat16))
         noise = (codes * scale - x).square().mean(dim=-1, dtype=torch.float64)
@@ -78,7 +79,7 @@ class _Sums:
         self.tokens += len(x)
         self.ratio += float(ratio.sum())
         self.ratio_max = max(self.ratio_max, float(ratio.max()))
-        self.kurtosis += float((x.double().pow(4).mean(dim=-1) / square.square()).sum())
+        self.kurtosis += float((squares.square().mean(dim=-1, dtype=torch.float64) / square.square()).sum())
         self.noise += float((noise / square).sum())
 
     def result(self, layer: int, name: str) -> ActivationStatistics:
