@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantize.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, combine_digests, file_sha256
 from quantize.errors import CheckpointError, WriteError
+from quantize.hashing import Hash
 from quantize.journal import Entry, Journal
 from quantize.safetensors_header import DTYPES
 from quantize.staging_folder import ResumableFolder, StagingFolder
@@ -83,19 +84,23 @@ class _Shard:
 class TensorStream:
     """Takes one tensor's payload piece by piece, in order; made by `CheckpointWriter.stream`."""
 
-    def __init__(self, writer: CheckpointWriter, spec: TensorSpec, descriptor: int, offset: int) -> None:
+    def __init__(self, writer: CheckpointWriter, spec: TensorSpec, hash_: Hash, descriptor: int, offset: int) -> None:
         self._writer = writer
         self._spec = spec
         self._descriptor = descriptor
         self._offset = offset
         self._end = offset + spec.nbytes
-        self._hash = hashlib.sha256()
+        self.hash = hash_
 
     def append(self, piece: memoryview) -> None:
-        """Write the next bytes (row-major, little-endian); raises WriteError when the disk does not take them."""
+        """Hash and write the next bytes (row-major, little-endian); raises WriteError when the disk refuses them."""
+        self.hash.update(piece)
+        self.put(piece)
+
+    def put(self, piece: memoryview) -> None:
+        """Write the next bytes, which the caller has given to `hash`."""
         if self._offset + piece.nbytes > self._end:
             raise CheckpointError(f"{self._spec.name!r} got more bytes than its {self._spec.nbytes}")
-        self._hash.update(piece)
         try:
             while piece:
                 written = os.pwrite(self._descriptor, piece, self._offset)
@@ -108,7 +113,7 @@ class TensorStream:
         """Record the tensor as finished, with `facts` (JSON values) for a run that resumes after it."""
         if self._offset != self._end:
             raise CheckpointError(f"{self._spec.name!r} lacks {self._end - self._offset} of {self._spec.nbytes} bytes")
-        self._writer._record(self._spec, Entry(self._hash.hexdigest(), facts or {}))
+        self._writer._record(self._spec, Entry(self.hash.hexdigest(), facts or {}))
 
 
 class CheckpointWriter:
@@ -234,12 +239,12 @@ class CheckpointWriter:
         entry = self._resumed.get(name)
         return {} if entry is None else entry.facts
 
-    def stream(self, name: str) -> TensorStream:
-        """Start a planned tensor; `append` its bytes in order, then `finish` it."""
+    def stream(self, name: str, hash_: Hash | None = None) -> TensorStream:
+        """Start a planned tensor; `append` its bytes in order, then `finish` it. `hash_`: a SHA-256."""
         spec = self._specs.get(name)
         if spec is None or name in self.tensors:
             raise CheckpointError(f"{name!r} is {'not planned' if spec is None else 'written twice'}")
-        return TensorStream(self, spec, *self._places[name])
+        return TensorStream(self, spec, hashlib.sha256() if hash_ is None else hash_, *self._places[name])
 
     def write(self, name: str, tensor: Tensor, facts: Mapping[str, Any] | None = None) -> None:
         """Write one planned tensor (any strides; stored row-major); records its digest in `tensors`."""

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from quantize.errors import NativeBuildError
@@ -153,6 +154,7 @@ def library_key(library: NativeLibrary, compiler: str, instruction_set: Instruct
     return digest.hexdigest()
 
 
+@cache
 def _compiler_version(compiler: str) -> str:
     try:
         return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout

@@ -101,8 +101,8 @@ class _Job(ctypes.Structure):
 class NativeKernel:
     """The C++ kernel; the interpreter lock is released while it runs."""
 
-    block_bytes = 2**20
-    bytes_per_block_byte = 1.75
+    block_bytes = 2**19
+    bytes_per_block_byte = 3.0
 
     def __init__(self, instruction_set: str | None = None) -> None:
         available = [name for name in available_instruction_sets() if name in KERNEL_SETS]
@@ -172,7 +172,7 @@ class TorchKernel:
 
     name = "torch"
     block_bytes = 2**18
-    bytes_per_block_byte = 24.0
+    bytes_per_block_byte = 26.0
 
     def quantize(self, rows: Rows, rounding: Rounding, codes: Buffer, scales: Buffer, sums: RowSums) -> int | None:
         """See `RowKernel`."""

@@ -17,14 +17,16 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from quantize.budget import WorkPlan
-from quantize.checkpoint_writer import CheckpointWriter
+from quantize.checkpoint_writer import CheckpointWriter, TensorStream
 from quantize.errors import CheckpointError, NonFiniteWeightError
+from quantize.hashing import new_hash, update_both
 from quantize.row_kernel import Buffer, Rounding, RowKernel, Rows, RowSums, element_value
 from quantize.safetensors_header import DTYPES, TensorInfo
 
@@ -63,122 +65,148 @@ def read_block(descriptor: int, view: memoryview, offset: int, path: Path) -> No
         view, offset = view[count:], offset + count
 
 
-class _Worker:
-    """Handles one tensor after another in buffers of its own."""
+class _Work:
+    """The jobs of a run, shared by its workers: which are left, which still matter, what came of them."""
 
-    def __init__(
-        self,
-        writer: CheckpointWriter,
-        kernel: RowKernel,
-        rounding: Rounding,
-        block_bytes: int,
-        advance: Callable[[int], None],
-        wanted: Callable[[int], bool],
-    ) -> None:
-        self._writer = writer
-        self._kernel = kernel
-        self._rounding = rounding
-        self._block_bytes = block_bytes
-        self._advance = advance
-        self._wanted = wanted
-        self._rows = Buffer(block_bytes)
-        self._codes = Buffer(block_bytes // 2)
-
-    def run(self, number: int, job: TensorJob) -> RowSums | None:
-        """Do job `number` unless an earlier run has; returns the sums of a quantized tensor.
-
-        Stops between blocks when the job is no longer wanted.
-        """
-        name, scale_name = job.info.name, job.info.name + "_scale"
-        if self._writer.finished(name) and (not job.quantized or self._writer.finished(scale_name)):
-            self._advance(job.info.nbytes)
-            return RowSums(**self._writer.facts(name)) if job.quantized else None
-        if not job.info.nbytes:
-            self._writer.stream(name).finish()
-            return None
-        descriptor = os.open(job.info.file, os.O_RDONLY)
-        try:
-            if job.quantized:
-                return self._quantize(number, job, descriptor)
-            self._copy(number, job, descriptor)
-            return None
-        finally:
-            os.close(descriptor)
-
-    def _quantize(self, number: int, job: TensorJob, descriptor: int) -> RowSums | None:
-        name, dtype = job.info.name, job.info.dtype
-        row_count, columns = job.rows
-        row_bytes = columns * DTYPES[dtype]
-        scales = Buffer(row_count * DTYPES[dtype])
-        stream = self._writer.stream(name)
-        sums = RowSums()
-        step = max(1, self._block_bytes // row_bytes)
-        for first in range(0, row_count, step):
-            if not self._wanted(number):
-                return None
-            count = min(step, row_count - first)
-            view = self._rows.view[: count * row_bytes]
-            read_block(descriptor, view, job.info.offset + first * row_bytes, job.info.file)
-            rows = Rows(self._rows, dtype, first, count, columns)
-            bad = self._kernel.quantize(rows, self._rounding, self._codes, scales, sums)
-            if bad is not None:
-                raise self._non_finite(job, first * columns + bad, bad)
-            stream.append(self._codes.view[: count * columns])
-            self._advance(view.nbytes)
-        if not self._writer.finished(name + "_scale"):
-            scale_stream = self._writer.stream(name + "_scale")
-            scale_stream.append(scales.view[: row_count * DTYPES[dtype]])
-            scale_stream.finish()
-        stream.finish(asdict(sums))
-        return sums
-
-    def _copy(self, number: int, job: TensorJob, descriptor: int) -> None:
-        item_bytes = DTYPES[job.info.dtype]
-        step = self._block_bytes - self._block_bytes % item_bytes
-        stream = self._writer.stream(job.info.name)
-        for start in range(0, job.info.nbytes, step):
-            if not self._wanted(number):
-                return
-            view = self._rows.view[: min(step, job.info.nbytes - start)]
-            read_block(descriptor, view, job.info.offset + start, job.info.file)
-            bad = self._kernel.first_non_finite(self._rows, view.nbytes // item_bytes, job.info.dtype)
-            if bad is not None:
-                raise self._non_finite(job, start // item_bytes + bad, bad)
-            stream.append(view)
-            self._advance(view.nbytes)
-        stream.finish()
-
-    def _non_finite(self, job: TensorJob, element: int, place: int) -> NonFiniteWeightError:
-        """The refusal of element number `element` of the tensor, which lies at `place` in the block."""
-        item_bytes = DTYPES[job.info.dtype]
-        value = element_value(self._rows.view[place * item_bytes : (place + 1) * item_bytes], job.info.dtype)
-        row, column = divmod(element, job.rows[1])
-        return NonFiniteWeightError(
-            f"{job.info.name}: row {row}, column {column} holds {value}; every weight must be finite: get a sound copy "
-            "of the checkpoint"
-        )
-
-
-class _Gate:
-    """Which jobs still matter: all, those before the first refused one, or none."""
-
-    def __init__(self, count: int) -> None:
-        self._limit = count
+    def __init__(self, jobs: Sequence[TensorJob]) -> None:
+        self.jobs = jobs
+        self.events: queue.SimpleQueue[int | Future[None]] = queue.SimpleQueue()
+        self.sums: dict[int, RowSums] = {}
+        self.refusals: dict[int, NonFiniteWeightError] = {}
+        self._order = deque(sorted(range(len(jobs)), key=lambda number: -jobs[number].info.nbytes))
+        self._limit = len(jobs)
         self._mutex = threading.Lock()
+
+    def take(self) -> int | None:
+        """The number of the next job, largest first; None when none is left that matters."""
+        with self._mutex:
+            while self._order:
+                number = self._order.popleft()
+                if self.wanted(number):
+                    return number
+            return None
 
     def wanted(self, number: int) -> bool:
         """Whether job `number` is to go on."""
         return number < self._limit
 
-    def refuse(self, number: int) -> None:
+    def refuse(self, number: int, error: NonFiniteWeightError) -> None:
         """Job `number` holds a bad weight: only those before it could hold one that is named in its place."""
         with self._mutex:
+            self.refusals[number] = error
             self._limit = min(self._limit, number)
 
     def stop(self) -> None:
         """Let every worker end at its next block."""
         with self._mutex:
             self._limit = 0
+
+
+Piece = tuple[TensorStream, memoryview]
+
+
+class _Worker:
+    """Handles two tensors at a time, block by block in turn, so that their hashes run together (see `hashing`)."""
+
+    def __init__(
+        self, work: _Work, writer: CheckpointWriter, kernel: RowKernel, rounding: Rounding, block_bytes: int
+    ) -> None:
+        self._work = work
+        self._writer = writer
+        self._kernel = kernel
+        self._rounding = rounding
+        self._block_bytes = block_bytes
+        self._rows = Buffer(block_bytes)
+
+    def run(self) -> None:
+        """Take jobs until none is left; a thread's whole life."""
+        lanes = [self._lane(Buffer(self._block_bytes)) for _ in range(2)]
+        while lanes:
+            pieces = [(lane, piece) for lane in lanes if (piece := next(lane, None)) is not None]
+            lanes = [lane for lane, _ in pieces]
+            hashed = [(stream.hash, view) for _, (stream, view) in pieces]
+            if len(hashed) == 2:
+                update_both(*hashed[0], *hashed[1])
+            elif hashed:
+                hashed[0][0].update(hashed[0][1])
+            for _, (stream, view) in pieces:
+                stream.put(view)
+
+    def _lane(self, buffer: Buffer) -> Iterator[Piece]:
+        """Do one job after another; yields what is to be hashed and written before it goes on."""
+        while (number := self._work.take()) is not None:
+            try:
+                yield from self._job(number, self._work.jobs[number], buffer)
+            except NonFiniteWeightError as error:
+                self._work.refuse(number, error)
+
+    def _job(self, number: int, job: TensorJob, buffer: Buffer) -> Iterator[Piece]:
+        """Do job `number` unless an earlier run has."""
+        name = job.info.name
+        if self._writer.finished(name) and (not job.quantized or self._writer.finished(name + "_scale")):
+            if job.quantized:
+                self._work.sums[number] = RowSums(**self._writer.facts(name))
+            self._work.events.put(job.info.nbytes)
+            return
+        descriptor = os.open(job.info.file, os.O_RDONLY)
+        try:
+            yield from (self._quantize if job.quantized else self._copy)(number, job, descriptor, buffer)
+        finally:
+            os.close(descriptor)
+
+    def _quantize(self, number: int, job: TensorJob, descriptor: int, codes: Buffer) -> Iterator[Piece]:
+        name, dtype = job.info.name, job.info.dtype
+        row_count, columns = job.rows
+        row_bytes = columns * DTYPES[dtype]
+        scales = Buffer(row_count * DTYPES[dtype])
+        stream = self._writer.stream(name, new_hash())
+        sums = RowSums()
+        step = max(1, self._block_bytes // row_bytes)
+        for first in range(0, row_count, step):
+            if not self._work.wanted(number):
+                return
+            count = min(step, row_count - first)
+            view = self._rows.view[: count * row_bytes]
+            read_block(descriptor, view, job.info.offset + first * row_bytes, job.info.file)
+            rows = Rows(self._rows, dtype, first, count, columns)
+            bad = self._kernel.quantize(rows, self._rounding, codes, scales, sums)
+            if bad is not None:
+                raise _non_finite(job, first * columns + bad, self._rows, bad)
+            yield stream, codes.view[: count * columns]
+            self._work.events.put(view.nbytes)
+        if not self._writer.finished(name + "_scale"):
+            scale_stream = self._writer.stream(name + "_scale")
+            scale_stream.append(scales.view[: row_count * DTYPES[dtype]])
+            scale_stream.finish()
+        stream.finish(asdict(sums))
+        self._work.sums[number] = sums
+
+    def _copy(self, number: int, job: TensorJob, descriptor: int, buffer: Buffer) -> Iterator[Piece]:
+        item_bytes = DTYPES[job.info.dtype]
+        step = self._block_bytes - self._block_bytes % item_bytes
+        stream = self._writer.stream(job.info.name, new_hash())
+        for start in range(0, job.info.nbytes, step):
+            if not self._work.wanted(number):
+                return
+            view = buffer.view[: min(step, job.info.nbytes - start)]
+            read_block(descriptor, view, job.info.offset + start, job.info.file)
+            bad = self._kernel.first_non_finite(buffer, view.nbytes // item_bytes, job.info.dtype)
+            if bad is not None:
+                raise _non_finite(job, start // item_bytes + bad, buffer, bad)
+            yield stream, view
+            self._work.events.put(view.nbytes)
+        stream.finish()
+
+
+def _non_finite(job: TensorJob, element: int, buffer: Buffer, place: int) -> NonFiniteWeightError:
+    """The refusal of element number `element` of the tensor, which lies at `place` in the buffer."""
+    item_bytes = DTYPES[job.info.dtype]
+    value = element_value(buffer.view[place * item_bytes : (place + 1) * item_bytes], job.info.dtype)
+    row, column = divmod(element, job.rows[1])
+    return NonFiniteWeightError(
+        f"{job.info.name}: row {row}, column {column} holds {value}; every weight must be finite: get a sound copy of "
+        "the checkpoint"
+    )
 
 
 def stream_tensors(
@@ -195,59 +223,36 @@ def stream_tensors(
     NonFiniteWeightError for the first bad tensor in the order of `jobs`, CheckpointError when the source changes or the
     disk refuses. An interrupt ends the workers before it goes on.
     """
-    gate = _Gate(len(jobs))
-    events: queue.SimpleQueue[int | Future[RowSums | None]] = queue.SimpleQueue()
-    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    work = _Work(jobs)
     threads = max(1, min(plan.workers, len(jobs)))
-    for _ in range(threads):
-        idle.put(_Worker(writer, kernel, rounding, plan.block_bytes, events.put, gate.wanted))
-
-    def run(number: int) -> RowSums | None:
-        if not gate.wanted(number):
-            return None
-        worker = idle.get()
-        try:
-            return worker.run(number, jobs[number])
-        except NonFiniteWeightError:
-            gate.refuse(number)
-            raise
-        finally:
-            idle.put(worker)
-
+    workers = [_Worker(work, writer, kernel, rounding, plan.block_bytes) for _ in range(threads)]
     with ThreadPoolExecutor(threads, thread_name_prefix="quantize") as pool:
         try:
-            order = sorted(range(len(jobs)), key=lambda number: -jobs[number].info.nbytes)
-            futures = {number: pool.submit(run, number) for number in order}
-            for future in futures.values():
-                future.add_done_callback(events.put)
-            _follow(events, gate, len(jobs), sum(job.info.nbytes for job in jobs), progress)
+            futures = [pool.submit(worker.run) for worker in workers]
+            for future in futures:
+                future.add_done_callback(work.events.put)
+            _follow(work, threads, progress)
         except BaseException:
-            gate.stop()
+            work.stop()
             raise
-    failures = {number: error for number in range(len(jobs)) if (error := futures[number].exception()) is not None}
-    if failures:
-        # A refusal comes before trouble of other kinds: it is the one that repeats.
-        refusals = [number for number, error in failures.items() if isinstance(error, NonFiniteWeightError)]
-        raise failures[min(refusals or failures)]
-    sums = {jobs[number].info.name: futures[number].result() for number in range(len(jobs))}
-    return {name: found for name, found in sums.items() if found is not None}
+    # A refusal comes before trouble of other kinds: it is the one that repeats.
+    if work.refusals:
+        raise work.refusals[min(work.refusals)]
+    for future in futures:
+        future.result()
+    return {jobs[number].info.name: sums for number, sums in work.sums.items()}
 
 
-def _follow(
-    events: queue.SimpleQueue[int | Future[RowSums | None]],
-    gate: _Gate,
-    running: int,
-    total_bytes: int,
-    progress: Progress | None,
-) -> None:
-    """Report progress until every job has ended; trouble that is no refusal of a weight ends them all."""
+def _follow(work: _Work, running: int, progress: Progress | None) -> None:
+    """Report progress until every worker has ended; one that fails ends them all."""
+    total_bytes = sum(job.info.nbytes for job in work.jobs)
     done_bytes, reported_s = 0, -math.inf
     while running:
-        event = events.get()
+        event = work.events.get()
         if isinstance(event, Future):
             running -= 1
-            if event.exception() is not None and not isinstance(event.exception(), NonFiniteWeightError):
-                gate.stop()
+            if event.exception() is not None:
+                work.stop()
             continue
         done_bytes += event
         if progress is not None and (done_bytes == total_bytes or time.monotonic() - reported_s > PROGRESS_INTERVAL_S):

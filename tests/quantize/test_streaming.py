@@ -17,6 +17,7 @@ from quantize import streaming
 from quantize.checkpoint import CheckpointReader, payload_digest
 from quantize.checkpoint_writer import CheckpointWriter, TensorStream
 from quantize.errors import BudgetError, CheckpointError, NonFiniteWeightError, WriteError
+from quantize.hashing import Hash
 from quantize.recipe import Recipe
 from quantize.row_kernel import NativeKernel, TorchKernel
 from quantize.rtn import QuantizeResult, quantize_checkpoint
@@ -54,9 +55,9 @@ def count_streams(run: Callable[[], QuantizeResult]) -> tuple[QuantizeResult, in
     stream = CheckpointWriter.stream
     names: list[str] = []
 
-    def counted(writer: CheckpointWriter, name: str) -> TensorStream:
+    def counted(writer: CheckpointWriter, name: str, hash_: Hash | None = None) -> TensorStream:
         names.append(name)
-        return stream(writer, name)
+        return stream(writer, name, hash_)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointWriter, "stream", counted)
@@ -225,7 +226,7 @@ def test_a_disk_that_fills_up_keeps_what_is_finished(
     tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = quantize_checkpoint(tiny_qwen3, tmp_path / "plain", Recipe())
-    pwrite, room = os.pwrite, 60_000
+    pwrite, room = os.pwrite, 120_000
 
     def full(descriptor: int, data: memoryview, offset: int) -> int:
         nonlocal room
