@@ -48,11 +48,18 @@ STRINGS = [
 ]
 RAW_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e-999", "9" * 5000, "1" + "0" * 400, "0.1e1", "-0"]
 LITERAL = "@@literal@@"
+MAX_EDITED_BYTES = 10**7
+
+
+def _files(directory: Path, pattern: str = "*") -> list[Path]:
+    """Ordinary files by name, without links and the holes that `replace_file` makes, which are too long to edit."""
+    found = [path for path in sorted(directory.glob(pattern)) if path.is_file() and not path.is_symlink()]
+    return [path for path in found if path.stat().st_size < MAX_EDITED_BYTES]
 
 
 def _pick_file(rng: random.Random, directory: Path) -> Path:
     """A file that is there, the ones that are parsed more often than the rest."""
-    files = [path for path in sorted(directory.iterdir()) if path.is_file() and not path.is_symlink()]
+    files = _files(directory)
     parsed = [path for path in files if path.suffix in (".json", ".safetensors")]
     return rng.choice(parsed if parsed and rng.random() < 0.9 else files)
 
@@ -114,8 +121,7 @@ def splice(rng: random.Random, directory: Path) -> str:
 
 def header_length(rng: random.Random, directory: Path) -> str:
     """State another header length."""
-    shards = sorted(directory.glob("*.safetensors"))
-    shards = [path for path in shards if path.is_file() and not path.is_symlink()]
+    shards = _files(directory, "*.safetensors")
     if not shards:
         return flip_bits(rng, directory)
     path = rng.choice(shards)
@@ -212,7 +218,7 @@ def _dumps(rng: random.Random, content: Any) -> bytes:
 
 def edit_json(rng: random.Random, directory: Path) -> str:
     """Change a place or two of a JSON file."""
-    paths = [path for path in sorted(directory.glob("*.json")) if path.is_file() and not path.is_symlink()]
+    paths = _files(directory, "*.json")
     paths += [path for path in paths if path.name in ("config.json", "model.safetensors.index.json")] * 3
     if not paths:
         return flip_bits(rng, directory)
@@ -230,7 +236,7 @@ def edit_json(rng: random.Random, directory: Path) -> str:
 
 def edit_header(rng: random.Random, directory: Path) -> str:
     """Change a place or two of a shard's header, with the stated length put right."""
-    shards = [path for path in sorted(directory.glob("*.safetensors")) if path.is_file() and not path.is_symlink()]
+    shards = _files(directory, "*.safetensors")
     if not shards:
         return edit_json(rng, directory)
     path = rng.choice(shards)
@@ -253,7 +259,7 @@ def escape_by_index(rng: random.Random, directory: Path) -> str:
     path = directory / "model.safetensors.index.json"
     names = [*STRINGS, "../outside/model.safetensors", str(directory.parent / "outside" / "model.safetensors")]
     weight_map = {"model.norm.weight": rng.choice(names), rng.choice(STRINGS): rng.choice(names)}
-    if path.is_file():
+    if path in _files(directory):
         try:
             index = json.loads(path.read_bytes())
             weight_map = {**index["weight_map"], **weight_map}
