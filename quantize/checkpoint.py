@@ -28,7 +28,10 @@ if TYPE_CHECKING:  # torch takes over a second to load: it is imported where a t
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
+MADE_NAMES = ("recipe.yaml", "calibration.json", "search.json")
+"""Files that quantizing writes beside the tensors: how it was done. Those of a source are not carried over."""
 SIDECAR_PATTERNS = (
+    *MADE_NAMES,
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from quantize.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, combine_digests, file_sha256
+from quantize.checkpoint import CONFIG_NAME, INDEX_NAME, MADE_NAMES, SINGLE_NAME, combine_digests, file_sha256
 from quantize.errors import CheckpointError, WriteError
 from quantize.hashing import Hash
 from quantize.journal import Entry, Journal
@@ -124,7 +124,8 @@ class CheckpointWriter:
     different ones from several threads at a time.
 
     `max_shard_bytes`: cut shards by payload size; None makes one shard of each `group` of the specs. `resume_key`: a
-    digest of everything else that the tensors' bytes depend on (source, recipe, code). A caller that resumes asks
+    digest of everything else that the tensors' bytes depend on (source, recipe, code). `texts`: further files by name,
+    in place of sidecars of that name. A caller that resumes asks
     `finished(name)` before each tensor and skips it when it is.
     """
 
@@ -137,6 +138,7 @@ class CheckpointWriter:
         max_shard_bytes: int | None = MAX_SHARD_BYTES,
         *,
         resume_key: str | None = None,
+        texts: Mapping[str, str] | None = None,
     ) -> None:
         self.out = out
         self._specs = {spec.name: spec for spec in specs}
@@ -151,13 +153,17 @@ class CheckpointWriter:
         self._resumed: dict[str, Entry] = {}
         self._done = False
         shards = _lay_out(_cut(specs, max_shard_bytes))
+        texts = texts or {}
+        sidecars = [sidecar for sidecar in sidecars if sidecar.name not in MADE_NAMES]
         self._folder = StagingFolder(out) if resume_key is None else ResumableFolder(out)
         try:
             if resume_key is not None and isinstance(self._folder, ResumableFolder):
-                self._resume(self._folder, _work_key(resume_key, shards, config, sidecars), shards)
+                self._resume(self._folder, _work_key(resume_key, shards, config, sidecars, texts), shards)
             self._check_space()
             self._create_shards(shards)
             self._write_files(shards, config, sidecars)
+            for name, text in texts.items():
+                self.add_text(name, text)
         except OSError as error:
             self.close(keep=bool(self._resumed))
             raise WriteError(f"{out}: cannot be written: {error.strerror} ({error.filename})") from error
@@ -207,6 +213,28 @@ class CheckpointWriter:
             shutil.copyfile(sidecar, folder / sidecar.name)
         names = [CONFIG_NAME, *(sidecar.name for sidecar in sidecars)]
         self.files = {name: file_sha256(folder / name) for name in names}
+
+    def add_text(self, name: str, text: str) -> None:
+        """Write a further small file (a name of `MADE_NAMES`); it counts in the digest like config and sidecars."""
+        path = self._folder.path / name
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise WriteError(f"{self.out}: {name} cannot be written: {error.strerror}") from error
+        self.files[name] = file_sha256(path)
+
+    @property
+    def scratch(self) -> Path:
+        """A folder (to be made) for what the caller wants back after a kill; it goes when the writer commits."""
+        if not isinstance(self._folder, ResumableFolder):
+            raise CheckpointError(f"{self.out}: a writer without a resume_key keeps nothing for another run")
+        return self._folder.journal_path.parent / "scratch"
+
+    def planned(self, name: str) -> TensorSpec:
+        """The plan's entry of a tensor; raises CheckpointError for one that is not planned."""
+        if name not in self._specs:
+            raise CheckpointError(f"{name!r} is not planned")
+        return self._specs[name]
 
     def finished(self, name: str) -> bool:
         """Whether the planned tensor `name` needs no writing: written before, or by the run that this one resumes.
@@ -359,13 +387,19 @@ def _lay_out(shards: Sequence[Sequence[TensorSpec]]) -> list[_Shard]:
     return result
 
 
-def _work_key(resume_key: str, shards: Sequence[_Shard], config: Mapping[str, Any], sidecars: Sequence[Path]) -> str:
+def _work_key(
+    resume_key: str,
+    shards: Sequence[_Shard],
+    config: Mapping[str, Any],
+    sidecars: Sequence[Path],
+    texts: Mapping[str, str],
+) -> str:
     """sha256 (hex) over all that the folder's bytes depend on; raises OSError for a sidecar that cannot be read."""
     digest = hashlib.sha256(resume_key.encode())
     for shard in shards:
         digest.update(shard.name.encode() + b"\0" + shard.head)
     files = {sidecar.name: file_sha256(sidecar) for sidecar in sidecars}
-    digest.update(json.dumps([dict(config), files], sort_keys=True).encode())
+    digest.update(json.dumps([dict(config), files, dict(texts)], sort_keys=True).encode())
     return digest.hexdigest()
 
 

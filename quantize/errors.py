@@ -6,6 +6,7 @@
     │   └── WriteError            the disk does not take the output; what is finished is kept for the next run
     ├── BudgetError               the memory or workers asked for are not enough to work with
     ├── NativeBuildError          a native library cannot be built or trusted here; callers have a slower way
+    ├── CalibrationError          calibration text is unusable, or what it gave cannot be computed with
     └── RecipeError               the recipe cannot be read, or names something that is not there
 
 Catch `QuantizeError` at the edge (the command line exits with 2); catch `CheckpointError` to show its `problems`
@@ -65,3 +66,7 @@ class NativeBuildError(QuantizeError):
 
 class RecipeError(QuantizeError):
     """A recipe has an unknown key, a value out of range, or an entry that matches nothing."""
+
+
+class CalibrationError(QuantizeError):
+    """Calibration text cannot be read or is too short, or its activations cannot be computed with."""

@@ -45,7 +45,7 @@ def code_digest() -> str:
     """sha256 (hex) over the sources of this package: work that other code began is not carried on."""
     digest = hashlib.sha256()
     folder = Path(__file__).parent
-    for path in sorted([*folder.glob("*.py"), *folder.glob("csrc/*")]):
+    for path in sorted([*folder.rglob("*.py"), *folder.glob("csrc/*")]):
         digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 

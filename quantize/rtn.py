@@ -10,8 +10,9 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from quantize.adapt import adapt, check_plan
 from quantize.architecture import EMBEDDING, IGNORED_TENSOR, LM_HEAD, layer_of, linear_modules
@@ -22,7 +23,7 @@ from quantize.errors import CheckpointError
 from quantize.identity import check_unchanged, source_state, work_identity
 from quantize.preflight import check_source
 from quantize.quantization_config import w8a8_quantization_config
-from quantize.recipe import Recipe, recipe_ignored_modules
+from quantize.recipe import RECIPE_NAME, Recipe, recipe_ignored_modules
 from quantize.row_kernel import Buffer, Rounding, RowKernel, RowSums, open_kernel
 from quantize.streaming import Progress, TensorJob, read_block, stream_tensors
 
@@ -49,7 +50,8 @@ class TensorError:
 class QuantizeResult:
     """What was written: payload digest, number of tensors and of quantized modules, payload sizes, time, errors.
 
-    `resumed` tensors were finished by an interrupted run before this one.
+    `resumed` tensors were finished by an interrupted run before this one. `layers` are the facts of calibrated layers,
+    `search` the rows of what `auto` tried; both JSON values, empty where there are none.
     """
 
     digest: str
@@ -60,6 +62,13 @@ class QuantizeResult:
     seconds: float
     errors: list[TensorError]
     resumed: int = 0
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    search: list[dict[str, Any]] = field(default_factory=list)
+
+
+def recipe_file(recipe: Recipe) -> dict[str, str]:
+    """The file, by name, that tells how a checkpoint was made."""
+    return {RECIPE_NAME: recipe.to_yaml()}
 
 
 def _tensor_error(name: str, sums: RowSums, clip: str) -> TensorError:
@@ -97,7 +106,7 @@ def _plan(
     return jobs, specs
 
 
-def _check_tied_head(reader: CheckpointReader) -> None:
+def check_tied_head(reader: CheckpointReader) -> None:
     """A tied model may carry its LM head twice; the copy is dropped, so it must be one, byte for byte."""
     head, embedding = reader.infos.get(LM_HEAD + ".weight"), reader.infos[EMBEDDING + ".weight"]
     if not reader.config.tie_word_embeddings or head is None:
@@ -160,9 +169,11 @@ def quantize_checkpoint(
             max(job.least_block_bytes for job in jobs),
             resident_bytes(),
         )
-        _check_tied_head(reader)
+        check_tied_head(reader)
         key = work_identity(state, recipe.digest())
-        with CheckpointWriter(out, specs, config, reader.sidecars, max_shard_bytes, resume_key=key) as writer:
+        with CheckpointWriter(
+            out, specs, config, reader.sidecars, max_shard_bytes, resume_key=key, texts=recipe_file(recipe)
+        ) as writer:
             sums = stream_tensors(jobs, writer, kernel, Rounding(recipe.arithmetic, recipe.clip), plan, progress)
             check_unchanged(reader, state)
             digest = writer.commit()

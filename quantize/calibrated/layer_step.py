@@ -1,0 +1,218 @@
+"""Quantizing one decoder layer with the calibration set at hand: smooth, round, and see what it did.
+
+Tokens count by the inverse energy of their residual stream: a few tokens (the first one above all) carry activations
+hundreds of times as large as the others', and the next norm divides by that size anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantize.calibrated.decoder import SITES, Layer, fake_quantize, run_layer
+from quantize.calibrated.gptq import GptqFactor, InputMoments, factor_hessian, gptq_codes
+from quantize.calibrated.smoothing import (
+    MAPPING_PRODUCERS,
+    SiteStatistics,
+    SmoothingChoice,
+    fold_scale,
+    producer_channels,
+    search_scale,
+)
+from quantize.clipping import search_clipping
+from quantize.model_config import ModelConfig
+from quantize.numerics import weight_codes, weight_scales
+from quantize.recipe import Recipe
+
+CHUNK_TOKENS = 4096
+SAMPLE_TOKENS = 1024
+GPTQ_WEIGHT_SHARE = 0.3
+"""The part of plain rounding's weight noise that smoothing is to expect when GPTQ follows."""
+SMALLEST_ENERGY = 1e-12
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What a layer is to become: the Linears to quantize, and the dtype each parameter is stored in (by name)."""
+
+    name: str
+    quantized: frozenset[str]
+    stored: Mapping[str, torch.dtype]
+
+
+@dataclass(frozen=True)
+class LayerOutcome:
+    """A quantized layer: `codes` INT8 and scales `[out, 1]` as stored, the `layer` as readers compute it, and `facts`.
+
+    `facts` are JSON values: what was done at each site, and the error of each Linear and of the layer.
+    """
+
+    layer: Layer
+    codes: dict[str, tuple[Tensor, Tensor]]
+    facts: dict[str, Any]
+
+
+def _chunks(windows: int, tokens: int) -> Iterator[slice]:
+    """Windows enough at a time for a few thousand tokens."""
+    size = max(1, CHUNK_TOKENS // tokens)
+    for start in range(0, windows, size):
+        yield slice(start, min(start + size, windows))
+
+
+def quantize_layer(
+    layer: Layer,
+    plan: LayerPlan,
+    config: ModelConfig,
+    recipe: Recipe,
+    rope: tuple[Tensor, Tensor],
+    streams: tuple[Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor],
+) -> LayerOutcome:
+    """Quantize `layer` (changed in place) by `recipe`; writes what it gives to `outputs`.
+
+    `streams` and `outputs` are the source's and the quantized residual stream FP32 `[windows, tokens, hidden]`, before
+    and after the layer. `rope` as in `run_layer`. Raises CalibrationError when GPTQ cannot invert a Hessian.
+    """
+    exact, quantized = streams
+    statistics, token_weights = _observe(layer, config, rope, exact, outputs[0])
+    choices = []
+    if recipe.algorithm in ("smoothquant", "smoothquant+gptq"):
+        choices = _smooth(layer, plan, config, recipe, statistics)
+    factors: dict[str, GptqFactor] = {}
+    if recipe.algorithm in ("gptq", "smoothquant+gptq"):
+        factors = _factors(layer, plan, config, recipe, rope, quantized, token_weights)
+    codes, linears = {}, []
+    for site, names in SITES.items():
+        for name in names:
+            if name not in plan.quantized:
+                layer.weights[name] = layer.weights[name].to(plan.stored[name]).to(torch.float32)
+                continue
+            weight = layer.weights[name]
+            scale = _scales(weight, plan.stored[name], recipe)
+            scale_fp32 = scale.to(torch.float32)
+            factor = factors.get(site)
+            if factor is None:
+                found = weight_codes(weight, scale)
+            else:
+                found = gptq_codes(weight, scale_fp32, factor, recipe.gptq.block_columns)
+            codes[name] = (found, scale)
+            layer.weights[name] = found.to(torch.float32) * scale_fp32
+            noise = float((layer.weights[name] - weight).square().sum() / weight.square().sum().clamp_min(1e-30))
+            linears.append(
+                {
+                    "name": name,
+                    "rel_rms_error": math.sqrt(noise),
+                    "damping": factor.damping if factor else None,
+                    "attempts": factor.attempts if factor else None,
+                }
+            )
+    for name, bias in layer.biases.items():
+        layer.biases[name] = bias.to(plan.stored[name + ".bias"]).to(torch.float32)
+    layer.float_linears = frozenset(layer.weights) - plan.quantized
+    carried = _carry(layer, config, rope, quantized, outputs)
+    facts = {"sites": [asdict(choice) for choice in choices], "linears": linears, "carried_sqnr_db": carried}
+    return LayerOutcome(layer, codes, facts)
+
+
+def _observe(
+    layer: Layer, config: ModelConfig, rope: tuple[Tensor, Tensor], exact: Tensor, output: Tensor
+) -> tuple[dict[str, SiteStatistics], Tensor]:
+    """Run the source's stream through the layer; statistics of each site, and weights `[windows, tokens]`."""
+    windows, tokens, _ = exact.shape
+    stride = max(1, windows * tokens // SAMPLE_TOKENS)
+    samples: dict[str, list[Tensor]] = {site: [] for site in SITES}
+    amax: dict[str, Tensor] = {}
+    weights = torch.empty(windows, tokens)
+    sampled: list[Tensor] = []
+    for chunk in _chunks(windows, tokens):
+        # Every stride-th token of the whole set, wherever the chunks are cut.
+        first = -(chunk.start * tokens) % stride
+
+        def observe(site: str, values: Tensor, first: int = first) -> None:
+            flat = values.reshape(-1, values.shape[-1])
+            largest = flat.abs().amax(dim=0)
+            amax[site] = torch.maximum(amax[site], largest) if site in amax else largest
+            samples[site].append(flat[first::stride].clone())
+
+        output[chunk] = run_layer(layer, exact[chunk], config, rope, observe=observe)
+        weights[chunk] = 1 / output[chunk].square().mean(dim=-1).clamp_min(SMALLEST_ENERGY)
+        sampled.append(weights[chunk].reshape(-1)[first::stride])
+    token_weights = torch.cat(sampled)
+    return {site: SiteStatistics(amax[site], torch.cat(samples[site]), token_weights) for site in SITES}, weights
+
+
+def _smooth(
+    layer: Layer, plan: LayerPlan, config: ModelConfig, recipe: Recipe, statistics: Mapping[str, SiteStatistics]
+) -> list[SmoothingChoice]:
+    """Scale every site that the recipe maps; one that would change a Linear left unquantized is left alone."""
+    choices = []
+    share = GPTQ_WEIGHT_SHARE if recipe.algorithm == "smoothquant+gptq" else 1.0
+    for site in recipe.smoothing.mappings:
+        touched = {*SITES[site], MAPPING_PRODUCERS[site]} & layer.weights.keys()
+        if not touched <= plan.quantized:
+            continue
+        weights = [layer.weights[name] for name in SITES[site]]
+        scale, choice = search_scale(
+            site,
+            statistics[site],
+            weights,
+            recipe.smoothing.strength,
+            channels=producer_channels(site, config),
+            weight_share=share,
+        )
+        norm = plan.stored[MAPPING_PRODUCERS[site]]
+        fold_scale(layer, site, scale, config, norm)
+        choices.append(choice)
+    return choices
+
+
+def _factors(
+    layer: Layer,
+    plan: LayerPlan,
+    config: ModelConfig,
+    recipe: Recipe,
+    rope: tuple[Tensor, Tensor],
+    quantized: Tensor,
+    token_weights: Tensor,
+) -> dict[str, GptqFactor]:
+    """The factored Hessian of each site that feeds a quantized Linear, over what the layer will really read."""
+    moments: dict[str, InputMoments] = {}
+    for chunk in _chunks(*quantized.shape[:2]):
+        weights = token_weights[chunk].reshape(-1)
+
+        def observe(site: str, values: Tensor, weights: Tensor = weights) -> None:
+            if plan.quantized.isdisjoint(SITES[site]):
+                return
+            flat = fake_quantize(values.reshape(-1, values.shape[-1]))
+            moments.setdefault(site, InputMoments(flat.shape[1])).add(flat, weights)
+
+        run_layer(layer, quantized[chunk], config, rope, quantized=True, observe=observe)
+    return {
+        site: factor_hessian(found, recipe.gptq.damping, recipe.gptq.act_order, f"{plan.name}, {site}")
+        for site, found in moments.items()
+    }
+
+
+def _scales(weight: Tensor, stored: torch.dtype, recipe: Recipe) -> Tensor:
+    """Scales `[out, 1]` in the stored dtype, of the largest weight or (clipped) of least squared error."""
+    if recipe.clip == "mse":
+        return search_clipping(weight).scale.to(stored)
+    return weight_scales(weight.abs().amax(dim=1, keepdim=True)).to(stored)
+
+
+def _carry(
+    layer: Layer, config: ModelConfig, rope: tuple[Tensor, Tensor], quantized: Tensor, outputs: tuple[Tensor, Tensor]
+) -> float | None:
+    """Run the quantized stream through the quantized layer; signal to noise against the source's, mean over tokens."""
+    ratios = []
+    for chunk in _chunks(*quantized.shape[:2]):
+        outputs[1][chunk] = run_layer(layer, quantized[chunk], config, rope, quantized=True)
+        energy = outputs[0][chunk].square().sum(dim=-1).clamp_min(SMALLEST_ENERGY)
+        ratios.append(((outputs[1][chunk] - outputs[0][chunk]).square().sum(dim=-1) / energy).reshape(-1))
+    noise = float(torch.cat(ratios).mean())
+    return -10 * math.log10(noise) if noise else None

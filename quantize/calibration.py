@@ -1,0 +1,125 @@
+"""The token windows that calibrated algorithms run through the model: from text to ids, the same for the same seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantize.errors import CalibrationError
+from quantize.recipe import Calibration
+from quantize.texts import calibration_text
+
+MAX_LINE_BYTES = 16 * 2**20
+SUFFIXES = (".txt", ".md", ".jsonl")
+
+
+def calibration_windows(checkpoint: Path, calibration: Calibration, held_out_tokens: int = 0) -> tuple[Tensor, Tensor]:
+    """Windows of ids INT64 `[windows, window_tokens]` to calibrate on, and others to judge on.
+
+    The text is tokenized by `checkpoint`'s tokenizer document by document, joined, and cut into windows; a permutation
+    by the seed picks which are used. Windows held out (`held_out_tokens` or a little more) are never among the others.
+    Raises CalibrationError for text that cannot be read or is too short for one window of each kind; a text that is
+    merely shorter than asked for gives fewer windows.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CalibrationError(
+            f"{checkpoint}: its tokenizer cannot be loaded ({str(error)[:120]}); calibration reads text, so the "
+            "checkpoint needs its tokenizer files. Algorithm rtn needs none"
+        ) from error
+    ids: list[int] = []
+    for document in _documents(calibration, tokenizer):
+        ids.extend(tokenizer(document, verbose=False)["input_ids"])
+    size = calibration.window_tokens
+    windows = len(ids) // size
+    held_out = -(-held_out_tokens // size)
+    if windows < held_out + 1:
+        raise CalibrationError(
+            f"{calibration.data or 'the calibration text'}: found {len(ids)} tokens, expected at least "
+            f"{(held_out + 1) * size} ({held_out + 1} windows of {size}); give more text or a smaller window_tokens"
+        )
+    order = torch.randperm(windows, generator=torch.Generator().manual_seed(calibration.seed))
+    chosen = order[held_out : held_out + max(1, calibration.tokens // size)]
+    whole = torch.tensor(ids[: windows * size], dtype=torch.int64).view(windows, size)
+    return whole[chosen.sort().values], whole[order[:held_out].sort().values]
+
+
+def _documents(calibration: Calibration, tokenizer: Any) -> Iterator[str]:
+    if calibration.data is None:
+        yield calibration_text()
+        return
+    path = Path(calibration.data)
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        if not files:
+            raise CalibrationError(f"{path}: the folder holds no file that ends in {', '.join(SUFFIXES)}")
+    for file in files:
+        yield from _json_lines(file, calibration, tokenizer) if file.suffix == ".jsonl" else [_read(file)]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"{path}: byte {error.start} is not UTF-8; expected text in UTF-8") from error
+
+
+def _json_lines(path: Path, calibration: Calibration, tokenizer: Any) -> Iterator[str]:
+    """One document a line: `text`, or a conversation in `messages` (OpenAI's shape)."""
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                where = f"{path}, line {number}"
+                if len(line) > MAX_LINE_BYTES:
+                    raise CalibrationError(f"{where}: longer than {MAX_LINE_BYTES} bytes")
+                if line.strip():
+                    yield _document(line, where, calibration, tokenizer)
+    except OSError as error:
+        raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _document(line: bytes, where: str, calibration: Calibration, tokenizer: Any) -> str:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CalibrationError(f"{where}: not valid JSON: {str(error)[:80]}") from error
+    found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+    text = entry.get("text") if isinstance(entry, dict) else None
+    if isinstance(text, str):
+        return text
+    messages = entry.get("messages") if isinstance(entry, dict) else None
+    if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
+        raise CalibrationError(
+            f"{where}: found {str(found)[:80]}, expected an object with a string `text`, or with `messages`: objects "
+            "with strings `role` and `content`"
+        )
+    if not calibration.chat_template:
+        return "\n".join(message["content"] for message in messages)
+    if not getattr(tokenizer, "chat_template", None):
+        raise CalibrationError(
+            f"{where}: a conversation, but the checkpoint has no chat template; add one, or set chat_template to false"
+        )
+    from jinja2 import TemplateError
+
+    try:
+        rendered: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    except TemplateError as error:
+        raise CalibrationError(f"{where}: the chat template refuses it: {str(error)[:120]}") from error
+    return rendered
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
