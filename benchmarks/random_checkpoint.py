@@ -1,6 +1,6 @@
 """Writes a Qwen3 checkpoint of random BF16 weights, of a size to measure with: 3 GB in four shards by default.
 
-    python benchmarks/random_checkpoint.py OUT [--layers 12] [--hidden 2560] [--inner 9728] [--vocab 151936] [--shards 4]
+    python benchmarks/random_checkpoint.py OUT [--layers 12] [--hidden 2560] [--inner 9728] [--vocab V] [--shards 4]
 
 Weights are normal numbers from a generator seeded by their names, so the same arguments give the same checkpoint. Every
 row has a scale of its own, so that their INT8 scales differ. It has no tokenizer: quantizers read none.
