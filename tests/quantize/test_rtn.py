@@ -21,7 +21,7 @@ from quantize.checkpoint import CheckpointReader, payload_digest, tensor_digests
 from quantize.errors import CheckpointError, NonFiniteWeightError, RecipeError
 from quantize.numerics import quantize_weight
 from quantize.preflight import check_quantized
-from quantize.recipe import Recipe, parse_recipe
+from quantize.recipe import Recipe, load_recipe, parse_recipe
 from quantize.row_kernel import NativeKernel, TorchKernel
 from quantize.rtn import quantize_checkpoint
 from tests.quantize.files import copy_checkpoint, edit_json, edit_tensors
@@ -77,7 +77,8 @@ def test_config_and_sidecars_come_along(tiny_qwen3: Path, tmp_path: Path) -> Non
         ["lm_head"],
     )
     names = {path.name for path in tiny_qwen3.iterdir()}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"recipe.yaml"}
+    assert load_recipe(tmp_path / "out" / "recipe.yaml") == Recipe()
     for name in names - {"config.json", "model.safetensors"}:
         assert (tmp_path / "out" / name).read_bytes() == (tiny_qwen3 / name).read_bytes()
 
