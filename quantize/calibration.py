@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantize.checkpoint import file_sha256
 from quantize.errors import CalibrationError
 from quantize.recipe import Calibration
 from quantize.texts import calibration_text
@@ -52,17 +54,36 @@ def calibration_windows(checkpoint: Path, calibration: Calibration, held_out_tok
     return whole[chosen.sort().values], whole[order[:held_out].sort().values]
 
 
+def data_digest(calibration: Calibration) -> str | None:
+    """sha256 (hex) over names and bytes of the recipe's own text; None when it is the package's.
+
+    Raises CalibrationError for text that is not there.
+    """
+    if calibration.data is None:
+        return None
+    digest = hashlib.sha256()
+    for file in _files(Path(calibration.data)):
+        digest.update(f"{file.name}\0{file_sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    """The file itself, or the text files of a folder in the order of their names."""
+    if not path.exists():
+        raise CalibrationError(f"{path}: there is no such file or folder; calibration.data names text to calibrate on")
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    if not files:
+        raise CalibrationError(f"{path}: the folder holds no file that ends in {', '.join(SUFFIXES)}")
+    return files
+
+
 def _documents(calibration: Calibration, tokenizer: Any) -> Iterator[str]:
     if calibration.data is None:
         yield calibration_text()
         return
-    path = Path(calibration.data)
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-        if not files:
-            raise CalibrationError(f"{path}: the folder holds no file that ends in {', '.join(SUFFIXES)}")
-    for file in files:
+    for file in _files(Path(calibration.data)):
         yield from _json_lines(file, calibration, tokenizer) if file.suffix == ".jsonl" else [_read(file)]
 
 

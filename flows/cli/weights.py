@@ -12,7 +12,7 @@ import typer
 
 from flows import console
 from flows.cli.inspect import ReaderName
-from flows.cli.output import JSON_OPTION, emit_json, emit_line
+from flows.cli.output import JSON_OPTION, emit_json, emit_line, emit_table
 from flows.settings import UsageError
 
 
@@ -30,6 +30,23 @@ class Down(StrEnum):
     bf16 = "bf16"
 
 
+class Preset(StrEnum):
+    """Choices of `--preset`."""
+
+    rtn = "rtn"
+    smoothquant = "smoothquant"
+    gptq = "gptq"
+    both = "smoothquant+gptq"
+    auto = "auto"
+
+
+SEARCH_COLUMNS = ("recipe", "KL", "of rtn's", "perplexity", "of rtn's increase", "top-1", "MB", "seconds", "chosen")
+SEARCH_KEYS = (
+    "recipe", "mean_kl", "kl_share", "perplexity", "perplexity_share", "top1_agreement", "megabytes", "seconds",
+    "chosen",
+)  # fmt: skip
+
+
 def register(app: typer.Typer) -> None:
     """Add the verbs to `app`."""
     app.command()(quantize)
@@ -41,6 +58,16 @@ def quantize(
     source: Path = typer.Argument(..., metavar="SRC", help="Checkpoint directory or .gguf file."),
     out: Path = typer.Argument(..., metavar="OUT", help="Folder to create."),
     recipe: Path | None = typer.Option(None, help="Recipe file (YAML)."),
+    preset: Preset | None = typer.Option(
+        None,
+        "--preset",
+        "--algorithm",
+        help="Override the recipe: plain rounding, or one that calibrates; `auto` searches.",
+    ),
+    calibration: Path | None = typer.Option(
+        None,
+        help="Override the recipe: text to calibrate on, a .txt or .jsonl file or a folder [default: the package's].",
+    ),
     arithmetic: Arithmetic | None = typer.Option(
         None, help="Override the recipe: `fp32` codes from the stored scale, `compat` is llm-compressor's."
     ),
@@ -62,14 +89,18 @@ def quantize(
     """
     refuse_existing(out)
     from quantize.budget import parse_bytes
-    from quantize.recipe import load_recipe
-    from quantize.rtn import quantize_checkpoint
+    from quantize.pipeline import quantize as run_recipe
+    from quantize.recipe import load_recipe, parse_recipe
 
     chosen = load_recipe(recipe)
-    if arithmetic is not None:
-        chosen = chosen.model_copy(update={"arithmetic": arithmetic.value})
-    if reader is not None:
-        chosen = chosen.model_copy(update={"reader": reader.value})
+    options = {"algorithm": preset, "arithmetic": arithmetic, "reader": reader}
+    overrides: dict[str, Any] = {key: value.value for key, value in options.items() if value is not None}
+    if calibration is not None:
+        overrides["calibration"] = {**chosen.calibration.model_dump(), "data": str(calibration)}
+    if overrides:
+        chosen = parse_recipe({**chosen.model_dump(mode="json"), **overrides}, "the recipe with these options")
+    if calibration is not None and not chosen.calibrates:
+        raise UsageError(f"--calibration {calibration}: algorithm {chosen.algorithm} reads no text; add --preset auto")
     memory_bytes = None if memory is None else parse_bytes(memory)
     max_shard_bytes = None if max_shard_size is None else parse_bytes(max_shard_size)
     lines = console.ReleaseConsole()
@@ -81,21 +112,33 @@ def quantize(
                 source = convert_gguf(source, Path(scratch) / "source")
                 line.outcome = "to a BF16 checkpoint"
         with lines.step("quantize") as line:
-            result = quantize_checkpoint(
+            result = run_recipe(
                 source,
                 out,
                 chosen,
-                console.TransferRate(line).advance,
+                line.advance if chosen.calibrates else console.TransferRate(line).advance,
                 max_shard_bytes,
                 memory_bytes=memory_bytes,
                 workers=workers,
             )
             kept = f", {result.resumed} kept of an interrupted run" if result.resumed else ""
             line.outcome = f"{result.quantized} of {result.tensors} tensors to INT8{kept}"
-    answer = {"out": str(out), "arithmetic": chosen.arithmetic, "reader": chosen.reader, **asdict(result)}
+    answer = {
+        "out": str(out),
+        "algorithm": chosen.algorithm,
+        "arithmetic": chosen.arithmetic,
+        "reader": chosen.reader,
+        **asdict(result),
+    }
     if as_json:
         emit_json(answer)
     else:
+        if result.search:
+            emit_table(
+                "What auto tried, against the source on held-out calibration text",
+                SEARCH_COLUMNS,
+                [[{**row, "megabytes": row["bytes"] / 1e6}[key] for key in SEARCH_KEYS] for row in result.search],
+            )
         emit_line(f"{out}: {result.bytes_in:,} bytes in, {result.bytes_out:,} out, digest {result.digest}")
 
 

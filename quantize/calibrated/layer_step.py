@@ -30,7 +30,7 @@ from quantize.numerics import weight_codes, weight_scales
 from quantize.recipe import Recipe
 
 CHUNK_TOKENS = 4096
-SAMPLE_TOKENS = 1024
+SAMPLE_TOKENS = 4096
 GPTQ_WEIGHT_SHARE = 0.3
 """The part of plain rounding's weight noise that smoothing is to expect when GPTQ follows."""
 SMALLEST_ENERGY = 1e-12
@@ -106,6 +106,7 @@ def quantize_layer(
             linears.append(
                 {
                     "name": name,
+                    "site": site,
                     "rel_rms_error": math.sqrt(noise),
                     "damping": factor.damping if factor else None,
                     "attempts": factor.attempts if factor else None,

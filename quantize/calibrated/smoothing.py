@@ -23,7 +23,7 @@ from quantize.model_config import ModelConfig
 from quantize.numerics import INT8_MAX
 
 STRENGTHS = tuple(step / 10 for step in range(1, 10))
-REFINE_STEPS = 50
+REFINE_STEPS = 60
 REFINE_RATE = 0.15
 ADAM_BETAS = (0.9, 0.999)
 SMALLEST_RANGE = 1e-5
