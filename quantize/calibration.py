@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quantize.checkpoint import file_sha256
 from quantize.errors import CalibrationError
+from quantize.model_config import ModelConfig
 from quantize.recipe import Calibration
 from quantize.texts import calibration_text
 
@@ -20,11 +21,11 @@ MAX_LINE_BYTES = 16 * 2**20
 SUFFIXES = (".txt", ".md", ".jsonl")
 
 
-def calibration_windows(checkpoint: Path, calibration: Calibration, held_out_tokens: int = 0) -> tuple[Tensor, Tensor]:
+def calibration_windows(checkpoint: Path, calibration: Calibration) -> tuple[Tensor, Tensor]:
     """Windows of ids INT64 `[windows, window_tokens]` to calibrate on, and others to judge on.
 
     The text is tokenized by `checkpoint`'s tokenizer document by document, joined, and cut into windows; a permutation
-    by the seed picks which are used. Windows held out (`held_out_tokens` or a little more) are never among the others.
+    by the seed picks which are used. Windows held out are never among the others, whatever recipe asks for them.
     Raises CalibrationError for text that cannot be read or is too short for one window of each kind; a text that is
     merely shorter than asked for gives fewer windows.
     """
@@ -38,11 +39,12 @@ def calibration_windows(checkpoint: Path, calibration: Calibration, held_out_tok
             "checkpoint needs its tokenizer files. Algorithm rtn needs none"
         ) from error
     ids: list[int] = []
-    for document in _documents(calibration, tokenizer):
-        ids.extend(tokenizer(document, verbose=False)["input_ids"])
+    for document, rendered in _documents(calibration, tokenizer):
+        # A chat template writes the special tokens itself.
+        ids.extend(tokenizer(document, add_special_tokens=not rendered, verbose=False)["input_ids"])
     size = calibration.window_tokens
     windows = len(ids) // size
-    held_out = -(-held_out_tokens // size)
+    held_out = -(-calibration.held_out_tokens // size)
     if windows < held_out + 1:
         raise CalibrationError(
             f"{calibration.data or 'the calibration text'}: found {len(ids)} tokens, expected at least "
@@ -54,16 +56,33 @@ def calibration_windows(checkpoint: Path, calibration: Calibration, held_out_tok
     return whole[chosen.sort().values], whole[order[:held_out].sort().values]
 
 
+def check_windows(windows: Tensor, directory: Path, config: ModelConfig) -> None:
+    """Ids must be rows of the embedding, windows must fit the context; raises CalibrationError otherwise."""
+    if windows.numel() and int(windows.max()) >= config.vocab_size:
+        raise CalibrationError(
+            f"{directory}: its tokenizer gives id {int(windows.max())}, but the model has {config.vocab_size} rows in "
+            "its embedding; use the tokenizer the model was trained with"
+        )
+    if windows.shape[1] > config.max_position_tokens:
+        raise CalibrationError(
+            f"calibration.window_tokens is {windows.shape[1]}, but the model's context has "
+            f"{config.max_position_tokens} tokens; use at most that"
+        )
+
+
 def data_digest(calibration: Calibration) -> str | None:
     """sha256 (hex) over names and bytes of the recipe's own text; None when it is the package's.
 
-    Raises CalibrationError for text that is not there.
+    Raises CalibrationError for text that is not there or cannot be read.
     """
     if calibration.data is None:
         return None
     digest = hashlib.sha256()
     for file in _files(Path(calibration.data)):
-        digest.update(f"{file.name}\0{file_sha256(file)}\n".encode())
+        try:
+            digest.update(f"{file.name}\0{file_sha256(file)}\n".encode("utf-8", "surrogateescape"))
+        except OSError as error:
+            raise CalibrationError(f"{file}: cannot be read: {error.strerror}") from error
     return digest.hexdigest()
 
 
@@ -73,18 +92,22 @@ def _files(path: Path) -> list[Path]:
         raise CalibrationError(f"{path}: there is no such file or folder; calibration.data names text to calibrate on")
     if not path.is_dir():
         return [path]
-    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:
         raise CalibrationError(f"{path}: the folder holds no file that ends in {', '.join(SUFFIXES)}")
     return files
 
 
-def _documents(calibration: Calibration, tokenizer: Any) -> Iterator[str]:
+def _documents(calibration: Calibration, tokenizer: Any) -> Iterator[tuple[str, bool]]:
+    """Every document, and whether a chat template has rendered it."""
     if calibration.data is None:
-        yield calibration_text()
+        yield calibration_text(), False
         return
     for file in _files(Path(calibration.data)):
-        yield from _json_lines(file, calibration, tokenizer) if file.suffix == ".jsonl" else [_read(file)]
+        if file.suffix.lower() == ".jsonl":
+            yield from _json_lines(file, calibration, tokenizer)
+        else:
+            yield _read(file), False
 
 
 def _read(path: Path) -> str:
@@ -96,7 +119,7 @@ def _read(path: Path) -> str:
         raise CalibrationError(f"{path}: byte {error.start} is not UTF-8; expected text in UTF-8") from error
 
 
-def _json_lines(path: Path, calibration: Calibration, tokenizer: Any) -> Iterator[str]:
+def _json_lines(path: Path, calibration: Calibration, tokenizer: Any) -> Iterator[tuple[str, bool]]:
     """One document a line: `text`, or a conversation in `messages` (OpenAI's shape)."""
     try:
         with path.open("rb") as file:
@@ -112,7 +135,17 @@ def _json_lines(path: Path, calibration: Calibration, tokenizer: Any) -> Iterato
         raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _document(line: bytes, where: str, calibration: Calibration, tokenizer: Any) -> str:
+def _document(line: bytes, where: str, calibration: Calibration, tokenizer: Any) -> tuple[str, bool]:
+    """One line's text, checked to be encodable, and whether a chat template has rendered it."""
+    text, rendered = _line_text(line, where, calibration, tokenizer)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CalibrationError(f"{where}: holds half of a surrogate pair, which is no text; remove it") from error
+    return text, rendered
+
+
+def _line_text(line: bytes, where: str, calibration: Calibration, tokenizer: Any) -> tuple[str, bool]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -120,7 +153,7 @@ def _document(line: bytes, where: str, calibration: Calibration, tokenizer: Any)
     found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
     text = entry.get("text") if isinstance(entry, dict) else None
     if isinstance(text, str):
-        return text
+        return text, False
     messages = entry.get("messages") if isinstance(entry, dict) else None
     if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
         raise CalibrationError(
@@ -128,7 +161,7 @@ def _document(line: bytes, where: str, calibration: Calibration, tokenizer: Any)
             "with strings `role` and `content`"
         )
     if not calibration.chat_template:
-        return "\n".join(message["content"] for message in messages)
+        return "\n".join(message["content"] for message in messages), False
     if not getattr(tokenizer, "chat_template", None):
         raise CalibrationError(
             f"{where}: a conversation, but the checkpoint has no chat template; add one, or set chat_template to false"
@@ -139,7 +172,7 @@ def _document(line: bytes, where: str, calibration: Calibration, tokenizer: Any)
         rendered: str = tokenizer.apply_chat_template(messages, tokenize=False)
     except TemplateError as error:
         raise CalibrationError(f"{where}: the chat template refuses it: {str(error)[:120]}") from error
-    return rendered
+    return rendered, True
 
 
 def _is_message(message: Any) -> bool:

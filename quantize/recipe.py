@@ -62,7 +62,8 @@ class Calibration(BaseModel):
 
     `data`: a text file, a JSON Lines file or a folder of them; None is the package's own text. `tokens` are taken, in
     windows of `window_tokens`, by `seed`. `chat_template` renders JSON Lines conversations (`messages`) with the
-    checkpoint's own template; without it their contents are joined as plain text.
+    checkpoint's own template; without it their contents are joined as plain text. `held_out_tokens` (rounded up to
+    windows) are set aside first and never calibrated on: what `auto` judges by, which sets aside 4096 when told none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -70,6 +71,7 @@ class Calibration(BaseModel):
     data: str | None = None
     tokens: int = Field(default=16_384, ge=2, le=2**24)
     window_tokens: int = Field(default=512, ge=2, le=2**17)
+    held_out_tokens: int = Field(default=0, ge=0, le=2**24)
     seed: int = Field(default=0, ge=0, lt=2**63)
     chat_template: bool = True
 
@@ -88,6 +90,14 @@ class Smoothing(BaseModel):
     strength: float | None = Field(default=None, ge=0.0, le=1.0, allow_inf_nan=False)
     mappings: tuple[Literal["qkv", "o", "gate_up", "down"], ...] = ("qkv", "o", "gate_up", "down")
     rotate: bool = False
+
+    @field_validator("mappings")
+    @classmethod
+    def _each_once(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        # A second scale would be computed from activations that the first has changed.
+        if len(set(entries)) != len(entries):
+            raise ValueError(f"found {', '.join(entries)}, expected each mapping once")
+        return entries
 
 
 class Gptq(BaseModel):

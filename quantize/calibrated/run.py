@@ -34,7 +34,7 @@ from quantize.calibrated.decoder import Layer
 from quantize.calibrated.layer_step import LayerOutcome, LayerPlan, quantize_layer
 from quantize.calibrated.rotation import Rotation, make_rotation, rotate_embedding, rotate_head, rotate_layer
 from quantize.calibrated.weights import finite_fp32, load_layer
-from quantize.calibration import calibration_windows
+from quantize.calibration import calibration_windows, check_windows
 from quantize.checkpoint import CheckpointReader, without_quantization
 from quantize.checkpoint_writer import CheckpointWriter, TensorSpec
 from quantize.errors import CalibrationError, CheckpointError
@@ -80,7 +80,7 @@ def quantize_calibrated(
     with check_source(source) as reader, torch.no_grad():
         check_tied_head(reader)
         windows, _ = calibration_windows(source, recipe.calibration)
-        _check_windows(windows, reader)
+        check_windows(windows, source, reader.config)
         output = _plan(reader, recipe)
         state = source_state(reader)
         text_digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
@@ -113,21 +113,6 @@ def quantize_calibrated(
             errors=[_tensor_error(facts, linear) for facts in activations.facts for linear in facts["linears"]],
             resumed=writer.resumed_tensors,
             layers=activations.facts,
-        )
-
-
-def _check_windows(windows: Tensor, reader: CheckpointReader) -> None:
-    """Ids must be rows of the embedding, windows must fit the context."""
-    config = reader.config
-    if int(windows.max()) >= config.vocab_size:
-        raise CalibrationError(
-            f"{reader.directory}: its tokenizer gives id {int(windows.max())}, but the model has {config.vocab_size} "
-            "rows in its embedding; use the tokenizer the model was trained with"
-        )
-    if windows.shape[1] > config.max_position_tokens:
-        raise CalibrationError(
-            f"calibration.window_tokens is {windows.shape[1]}, but the model's context has "
-            f"{config.max_position_tokens} tokens; use at most that"
         )
 
 

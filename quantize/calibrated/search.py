@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quantize.architecture import linear_modules
 from quantize.calibrated.simulate import compare_simulated, final_hidden
-from quantize.calibration import calibration_windows
+from quantize.calibration import calibration_windows, check_windows
 from quantize.checkpoint import CheckpointReader, payload_digest
 from quantize.errors import CheckpointError, RecipeError
 from quantize.identity import source_state, work_identity
@@ -91,9 +91,13 @@ def quantize_auto(
     search goes on after the candidates that were finished.
     """
     started = time.monotonic()
+    held_out_tokens = recipe.calibration.held_out_tokens or HELD_OUT_TOKENS
+    calibration = recipe.calibration.model_copy(update={"held_out_tokens": held_out_tokens})
+    recipe = recipe.model_copy(update={"calibration": calibration})
     tried = candidates(recipe)
     with check_source(source) as reader, torch.no_grad(), _search_folder(out) as folder:
-        _, held_out = calibration_windows(source, recipe.calibration, HELD_OUT_TOKENS)
+        _, held_out = calibration_windows(source, recipe.calibration)
+        check_windows(held_out, source, reader.config)
         judge = _Judge(reader, held_out, recipe, folder, quantize)
         for done, (name, variant) in enumerate(tried, 1):
             met = judge.consider(name, variant)
