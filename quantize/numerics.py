@@ -29,7 +29,7 @@ EXACT_FP32_K = 1024
 """Longest reduction for which an FP32 sum of INT8 products is exact: 128 * 128 * 1024 = 2**24."""
 
 
-def _smallest_scale(dtype: torch.dtype) -> float:
+def smallest_scale(dtype: torch.dtype) -> float:
     """The least scale given to a row that is not zero.
 
     FP16's subnormals are ordinary FP32 numbers, so all of its range is used; below the normal BF16 and FP32 numbers
@@ -76,7 +76,7 @@ def weight_scales(amax: Tensor, shrink: Tensor | None = None) -> Tensor:
     scale_fp32 = amax.to(torch.float32) / INT8_MAX
     scale = (scale_fp32 if shrink is None else scale_fp32 * shrink).to(dtype)
     eps = torch.tensor(torch.finfo(dtype).eps, dtype=dtype)
-    return torch.where(amax == 0, eps, scale.clamp_min(_smallest_scale(dtype)))
+    return torch.where(amax == 0, eps, scale.clamp_min(smallest_scale(dtype)))
 
 
 def weight_codes(rows: Tensor, scale: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quantize.errors import WriteError
+from quantize.staging_folder import fsync_path
 
 STATE_NAME = "state.json"
 FREE_SPACE_MARGIN_BYTES = 64 * 2**20
@@ -59,6 +60,10 @@ class Activations:
         self.next_layer, self.facts = layer, state["facts"]
         return True
 
+    def restart(self) -> None:
+        """Forget what is done: the next layer is the embedding again."""
+        self.next_layer, self.facts = -1, []
+
     def _file(self, layer: int, role: str) -> Path:
         return self._folder / f"{role}-{layer % 2}.f32"
 
@@ -83,6 +88,9 @@ class Activations:
 
     def finish(self, layer: int, facts: dict[str, Any] | None = None) -> None:
         """Record that `layer` (-1: the embedding) is done: its outputs are written and its tensors stored."""
+        for role in ("source", "quantized"):
+            # The file that says they are done must not reach the disk before them.
+            fsync_path(self._file(layer + 1, role))
         self.next_layer = layer + 1
         if facts is not None:
             self.facts.append(facts)
@@ -90,6 +98,7 @@ class Activations:
         fresh = self._folder / (STATE_NAME + ".new")
         try:
             fresh.write_text(json.dumps(state))
+            fsync_path(fresh)
             fresh.replace(self._folder / STATE_NAME)
         except OSError as error:
             raise WriteError(f"{self._folder}: cannot be written: {error.strerror}") from error

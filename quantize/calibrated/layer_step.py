@@ -25,8 +25,9 @@ from quantize.calibrated.smoothing import (
     search_scale,
 )
 from quantize.clipping import search_clipping
+from quantize.errors import CalibrationError
 from quantize.model_config import ModelConfig
-from quantize.numerics import weight_codes, weight_scales
+from quantize.numerics import smallest_scale, weight_codes, weight_scales
 from quantize.recipe import Recipe
 
 CHUNK_TOKENS = 4096
@@ -76,10 +77,12 @@ def quantize_layer(
     """Quantize `layer` (changed in place) by `recipe`; writes what it gives to `outputs`.
 
     `streams` and `outputs` are the source's and the quantized residual stream FP32 `[windows, tokens, hidden]`, before
-    and after the layer. `rope` as in `run_layer`. Raises CalibrationError when GPTQ cannot invert a Hessian.
+    and after the layer. `rope` as in `run_layer`. Raises CalibrationError for activations that are not finite, and when
+    GPTQ cannot invert a Hessian.
     """
     exact, quantized = streams
-    statistics, token_weights = _observe(layer, config, rope, exact, outputs[0])
+    statistics, token_weights = _observe(layer, plan, config, rope, exact, outputs[0])
+    layer.float_linears = frozenset(layer.weights) - plan.quantized
     choices = []
     if recipe.algorithm in ("smoothquant", "smoothquant+gptq"):
         choices = _smooth(layer, plan, config, recipe, statistics)
@@ -114,14 +117,13 @@ def quantize_layer(
             )
     for name, bias in layer.biases.items():
         layer.biases[name] = bias.to(plan.stored[name + ".bias"]).to(torch.float32)
-    layer.float_linears = frozenset(layer.weights) - plan.quantized
     carried = _carry(layer, config, rope, quantized, outputs)
     facts = {"sites": [asdict(choice) for choice in choices], "linears": linears, "carried_sqnr_db": carried}
     return LayerOutcome(layer, codes, facts)
 
 
 def _observe(
-    layer: Layer, config: ModelConfig, rope: tuple[Tensor, Tensor], exact: Tensor, output: Tensor
+    layer: Layer, plan: LayerPlan, config: ModelConfig, rope: tuple[Tensor, Tensor], exact: Tensor, output: Tensor
 ) -> tuple[dict[str, SiteStatistics], Tensor]:
     """Run the source's stream through the layer; statistics of each site, and weights `[windows, tokens]`."""
     windows, tokens, _ = exact.shape
@@ -141,6 +143,11 @@ def _observe(
             samples[site].append(flat[first::stride].clone())
 
         output[chunk] = run_layer(layer, exact[chunk], config, rope, observe=observe)
+        if not bool(torch.isfinite(output[chunk]).all()):
+            raise CalibrationError(
+                f"{plan.name}: what the source computes from the calibration text is not finite in FP32; repair the "
+                "checkpoint, or use algorithm rtn"
+            )
         weights[chunk] = 1 / output[chunk].square().mean(dim=-1).clamp_min(SMALLEST_ENERGY)
         sampled.append(weights[chunk].reshape(-1)[first::stride])
     token_weights = torch.cat(sampled)
@@ -202,8 +209,11 @@ def _factors(
 def _scales(weight: Tensor, stored: torch.dtype, recipe: Recipe) -> Tensor:
     """Scales `[out, 1]` in the stored dtype, of the largest weight or (clipped) of least squared error."""
     if recipe.clip == "mse":
-        return search_clipping(weight).scale.to(stored)
-    return weight_scales(weight.abs().amax(dim=1, keepdim=True)).to(stored)
+        scale = search_clipping(weight).scale
+    else:
+        scale = weight_scales(weight.abs().amax(dim=1, keepdim=True))
+    # Weights are FP32 here, and FP16 has no such small numbers: a scale must not become zero.
+    return scale.clamp_min(smallest_scale(stored)).to(stored)
 
 
 def _carry(

@@ -98,6 +98,7 @@ def quantize_calibrated(
             shape = (*windows.shape, reader.config.hidden_size)
             activations = Activations(writer.scratch, key, (shape[0], shape[1], shape[2]))
             run = _Run(reader, writer, output, recipe, rotation, activations, progress)
+            run.check_kept()
             run.write_outside_layers(windows)
             run.write_layers()
             check_unchanged(reader, state)
@@ -189,10 +190,13 @@ class _Run:
             self._write_rows(name, self._turned(name, original, norm), reader.infos[original].dtype)
             self._advance(reader.infos[original].nbytes)
         if self._activations.next_layer < 0:
-            for stream in self._activations.outputs(-1):
-                for window, ids in enumerate(windows):
-                    embedded = reader.tensor(EMBEDDING_WEIGHT)[ids].to(torch.float32)
-                    stream[window] = embedded if rotation is None else rotate_embedding(embedded, rotation)
+            exact, quantized = self._activations.outputs(-1)
+            embedding, stored = reader.tensor(EMBEDDING_WEIGHT), TORCH_DTYPES[reader.infos[EMBEDDING_WEIGHT].dtype]
+            for window, ids in enumerate(windows):
+                embedded = embedding[ids].to(torch.float32)
+                exact[window] = embedded if rotation is None else rotate_embedding(embedded, rotation)
+                # Readers of the output see the turned rows as they are stored.
+                quantized[window] = exact[window].to(stored)
             self._activations.finish(-1)
 
     def _turned(self, name: str, original: str, norm: Tensor) -> Iterator[Tensor]:
@@ -241,8 +245,6 @@ class _Run:
                 )
                 self._store(layer, outcome)
                 self._activations.finish(layer, {"layer": layer, **outcome.facts})
-            else:
-                self._check_kept(layer)
             self._advance(sum(info.nbytes for name, info in self._reader.infos.items() if layer_of(name) == layer))
 
     def _layer(self, layer: int) -> Layer:
@@ -274,15 +276,17 @@ class _Run:
         for name, norm in outcome.layer.norms.items():
             self._write(f"{prefix}{name}.weight", norm)
 
-    def _check_kept(self, layer: int) -> None:
-        """A finished layer's tensors must all be there: its activations went on to the next one."""
-        prefix = layer_prefix(layer)
+    def check_kept(self) -> None:
+        """Go back to the start unless every finished layer's tensors are what was recorded.
+
+        Activations are kept for the latest layer alone, so that no other one can be made again by itself. What is sound
+        is not written twice.
+        """
         for spec in self._output.specs:
-            if spec.name.startswith(prefix) and not self._writer.finished(spec.name):
-                raise CheckpointError(
-                    f"{spec.name!r} of an interrupted run was changed since; remove {self._writer.scratch.parent} and "
-                    "run again"
-                )
+            layer = layer_of(spec.name)
+            if layer is not None and layer < self._activations.next_layer and not self._writer.finished(spec.name):
+                self._activations.restart()
+                return
 
 
 def _tensor_error(facts: Mapping[str, Any], linear: Mapping[str, Any]) -> TensorError:

@@ -27,6 +27,7 @@ REFINE_STEPS = 60
 REFINE_RATE = 0.15
 ADAM_BETAS = (0.9, 0.999)
 SMALLEST_RANGE = 1e-5
+LEAST_ENERGY = 1e-30
 MAX_SCALE_OCTAVES = 12.0
 """Scales stay within 2^+-12: a norm's weight or a row of up_proj must remain an ordinary number in its stored dtype."""
 MAPPING_PRODUCERS: Mapping[str, str] = {"qkv": INPUT_NORM, "o": V_PROJ, "gate_up": POST_NORM, "down": "mlp.up_proj"}
@@ -68,7 +69,8 @@ class _Noise:
         self._input_energy = (statistics.sample.square() * share.unsqueeze(1)).sum(dim=0)
         self._weights = [weight.abs() for weight in weights]
         energies = [((statistics.sample @ weight.T).square().sum(dim=1) * share).sum() for weight in weights]
-        self._gains = [1 / energy.clamp_min(torch.finfo(torch.float32).tiny) for energy in energies]
+        # An output that is always zero has no noise to speak of; its gain would be infinite.
+        self._gains = [torch.where(energy > 0, 1 / energy.clamp_min(LEAST_ENERGY), 0.0) for energy in energies]
         self._column_energy = sum(
             (weight.square().sum(dim=0) * gain for weight, gain in zip(weights, self._gains, strict=True)),
             start=torch.zeros_like(self._input_energy),
@@ -188,13 +190,15 @@ def fold_scale(layer: Layer, site: str, scale: Tensor, config: ModelConfig, stor
     """Divide the site's producer by `scale` FP32 `[producer channels]` and multiply the Linears that read it, in place.
 
     The layer computes what it did, to FP32 rounding: a norm's weight is first narrowed to the dtype it is `stored` in,
-    and the Linears get the scale that this really is.
+    and the Linears get the scale that this really is. A channel whose norm would leave that dtype's range stays as it
+    is.
     """
     producer = MAPPING_PRODUCERS[site]
     if producer in layer.norms:
         norm = layer.norms[producer]
         narrowed = (norm / scale).to(stored).to(torch.float32)
-        scale = torch.where(narrowed != 0, norm / narrowed, scale)
+        narrowed = torch.where((narrowed != 0) & narrowed.isfinite(), narrowed, norm)
+        scale = torch.where(narrowed != 0, norm / narrowed, 1.0)
         layer.norms[producer] = narrowed
     else:
         layer.weights[producer] = layer.weights[producer] / scale.unsqueeze(1)
