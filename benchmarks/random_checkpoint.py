@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from quantize.architecture import expected_tensors
-from quantize.checkpoint_writer import CheckpointWriter, TensorSpec
+from quantize.checkpoint_writer import CheckpointWriter
 from quantize.model_config import parse_model_config
+from quantize.shard_layout import TensorSpec
 
 
 def qwen3_config(layers: int, hidden: int, inner: int, vocab: int) -> dict[str, Any]:

@@ -11,74 +11,28 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
-import struct
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from quantize.checkpoint import CONFIG_NAME, INDEX_NAME, MADE_NAMES, SINGLE_NAME, combine_digests, file_sha256
+from quantize.checkpoint import CONFIG_NAME, INDEX_NAME, MADE_NAMES, combine_digests, file_sha256
 from quantize.errors import CheckpointError, WriteError
 from quantize.hashing import Hash
 from quantize.journal import Entry, Journal
-from quantize.safetensors_header import DTYPES
+from quantize.shard_layout import Shard, TensorSpec, cut_shards, is_laid_out, lay_out
 from quantize.staging_folder import ResumableFolder, StagingFolder
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 MAX_SHARD_BYTES = 5 * 10**9
 FREE_SPACE_MARGIN_BYTES = 64 * 2**20
 VERIFY_BLOCK_BYTES = 2**20
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor to be written: its name, dtype (torch's, or as safetensors spells it) and shape.
-
-    `group` keeps tensors together when shards are not cut by size: the name of the source's shard, for instance.
-    """
-
-    name: str
-    dtype: torch.dtype | str
-    shape: tuple[int, ...]
-    group: str = ""
-
-    @property
-    def dtype_name(self) -> str:
-        """The dtype as safetensors spells it."""
-        if isinstance(self.dtype, str):
-            return self.dtype
-        from quantize.torch_dtypes import DTYPE_NAMES
-
-        return DTYPE_NAMES[self.dtype]
-
-    @property
-    def item_bytes(self) -> int:
-        """Size of an element."""
-        return DTYPES[self.dtype_name]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the payload."""
-        return math.prod(self.shape) * self.item_bytes
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """One file to be written: its name, header bytes, size, and where in it each tensor's payload starts."""
-
-    name: str
-    head: bytes
-    file_bytes: int
-    offsets: Mapping[str, int]
 
 
 class TensorStream:
@@ -152,7 +106,7 @@ class CheckpointWriter:
         self._journal: Journal | None = None
         self._resumed: dict[str, Entry] = {}
         self._done = False
-        shards = _lay_out(_cut(specs, max_shard_bytes))
+        shards = lay_out(cut_shards(specs, max_shard_bytes))
         texts = texts or {}
         sidecars = [sidecar for sidecar in sidecars if sidecar.name not in MADE_NAMES]
         self._folder = StagingFolder(out) if resume_key is None else ResumableFolder(out)
@@ -171,10 +125,10 @@ class CheckpointWriter:
             self.close(keep=bool(self._resumed))
             raise
 
-    def _resume(self, folder: ResumableFolder, key: str, shards: Sequence[_Shard]) -> None:
+    def _resume(self, folder: ResumableFolder, key: str, shards: Sequence[Shard]) -> None:
         """Take over what an earlier writer with the same key left, or clear the folder of it."""
         self._journal = Journal(folder.journal_path, key)
-        if self._journal.entries and all(_is_laid_out(folder.path / shard.name, shard) for shard in shards):
+        if self._journal.entries and all(is_laid_out(folder.path / shard.name, shard) for shard in shards):
             self._resumed = dict(self._journal.entries)
             logger.info("%s: an interrupted run finished %d tensors, they are kept", self.out, len(self._resumed))
             return
@@ -193,7 +147,7 @@ class CheckpointWriter:
                 "free some or choose another place"
             )
 
-    def _create_shards(self, shards: Sequence[_Shard]) -> None:
+    def _create_shards(self, shards: Sequence[Shard]) -> None:
         for shard in shards:
             descriptor = os.open(self._folder.path / shard.name, os.O_RDWR | os.O_CREAT, 0o644)
             self._descriptors.append(descriptor)
@@ -202,7 +156,7 @@ class CheckpointWriter:
             for name, offset in shard.offsets.items():
                 self._places[name] = (descriptor, offset)
 
-    def _write_files(self, shards: Sequence[_Shard], config: Mapping[str, Any], sidecars: Sequence[Path]) -> None:
+    def _write_files(self, shards: Sequence[Shard], config: Mapping[str, Any], sidecars: Sequence[Path]) -> None:
         folder = self._folder.path
         if len(shards) > 1:
             weight_map = {name: shard.name for shard in shards for name in shard.offsets}
@@ -228,7 +182,7 @@ class CheckpointWriter:
         """A folder (to be made) for what the caller wants back after a kill; it goes when the writer commits."""
         if not isinstance(self._folder, ResumableFolder):
             raise CheckpointError(f"{self.out}: a writer without a resume_key keeps nothing for another run")
-        return self._folder.journal_path.parent / "scratch"
+        return self._folder.scratch_path
 
     def planned(self, name: str) -> TensorSpec:
         """The plan's entry of a tensor; raises CheckpointError for one that is not planned."""
@@ -343,53 +297,9 @@ class CheckpointWriter:
         self.close(keep=not refused)
 
 
-def _cut(specs: Sequence[TensorSpec], max_shard_bytes: int | None) -> list[list[TensorSpec]]:
-    """Cut the specs into shards in their order, by size or (None) by group."""
-    if max_shard_bytes is None:
-        groups: dict[str, list[TensorSpec]] = {}
-        for spec in specs:
-            groups.setdefault(spec.group, []).append(spec)
-        return list(groups.values()) or [[]]
-    shards: list[list[TensorSpec]] = [[]]
-    filled_bytes = 0
-    for spec in specs:
-        if shards[-1] and filled_bytes + spec.nbytes > max_shard_bytes:
-            shards.append([])
-            filled_bytes = 0
-        shards[-1].append(spec)
-        filled_bytes += spec.nbytes
-    return shards
-
-
-def _lay_out(shards: Sequence[Sequence[TensorSpec]]) -> list[_Shard]:
-    """Name the shards and place their tensors as safetensors does: wide dtypes first, then by name."""
-    names = [SINGLE_NAME]
-    if len(shards) > 1:
-        names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    result = []
-    for name, shard in zip(names, shards, strict=True):
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        begins: dict[str, int] = {}
-        position = 0
-        for spec in sorted(shard, key=lambda spec: (-spec.item_bytes, spec.name)):
-            begins[spec.name], end = position, position + spec.nbytes
-            header[spec.name] = {
-                "dtype": spec.dtype_name,
-                "shape": list(spec.shape),
-                "data_offsets": [position, end],
-            }
-            position = end
-        raw = json.dumps(header, separators=(",", ":")).encode()
-        raw += b" " * (-len(raw) % 8)
-        head = struct.pack("<Q", len(raw)) + raw
-        offsets = {tensor: len(head) + begin for tensor, begin in begins.items()}
-        result.append(_Shard(name, head, len(head) + position, offsets))
-    return result
-
-
 def _work_key(
     resume_key: str,
-    shards: Sequence[_Shard],
+    shards: Sequence[Shard],
     config: Mapping[str, Any],
     sidecars: Sequence[Path],
     texts: Mapping[str, str],
@@ -401,15 +311,6 @@ def _work_key(
     files = {sidecar.name: file_sha256(sidecar) for sidecar in sidecars}
     digest.update(json.dumps([dict(config), files, dict(texts)], sort_keys=True).encode())
     return digest.hexdigest()
-
-
-def _is_laid_out(path: Path, shard: _Shard) -> bool:
-    """Whether the file holds the shard's header and has its size."""
-    try:
-        with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_size == shard.file_bytes and file.read(len(shard.head)) == shard.head
-    except FileNotFoundError:
-        return False
 
 
 def _payload_sha256(descriptor: int, offset: int, nbytes: int) -> str:

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from quantize.checkpoint import scan_checkpoint
-from quantize.checkpoint_writer import CheckpointWriter, TensorSpec
+from quantize.checkpoint_writer import CheckpointWriter
 from quantize.errors import CheckpointError
 from quantize.gguf_header import read_gguf_header
 from quantize.json_files import read_json_object
 from quantize.model_config import parse_model_config
 from quantize.quiet import quiet_transformers
+from quantize.shard_layout import TensorSpec
 from quantize.staging_folder import check_target
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama")

@@ -18,13 +18,14 @@ from quantize.adapt import adapt, check_plan
 from quantize.architecture import EMBEDDING, IGNORED_TENSOR, LM_HEAD, layer_of, linear_modules
 from quantize.budget import plan_work, resident_bytes, usable_cores
 from quantize.checkpoint import CheckpointReader, without_quantization
-from quantize.checkpoint_writer import CheckpointWriter, TensorSpec
+from quantize.checkpoint_writer import CheckpointWriter
 from quantize.errors import CheckpointError
 from quantize.identity import check_unchanged, source_state, work_identity
 from quantize.preflight import check_source
 from quantize.quantization_config import w8a8_quantization_config
 from quantize.recipe import RECIPE_NAME, Recipe, recipe_ignored_modules
 from quantize.row_kernel import Buffer, Rounding, RowKernel, RowSums, open_kernel
+from quantize.shard_layout import TensorSpec
 from quantize.streaming import Progress, TensorJob, read_block, stream_tensors
 
 COMPARE_BLOCK_BYTES = 2**20

@@ -21,8 +21,9 @@ from quantize.checkpoint import (
     tensor_digests,
     tensor_sha256,
 )
-from quantize.checkpoint_writer import CheckpointWriter, TensorSpec
+from quantize.checkpoint_writer import CheckpointWriter
 from quantize.errors import CheckpointError
+from quantize.shard_layout import TensorSpec
 from quantize.staging_folder import StagingFolder
 from tests.quantize.files import copy_checkpoint, edit_json, edit_tensors, zeros_file
 from tests.tiny_models import make_tiny_llama, make_tiny_qwen3
