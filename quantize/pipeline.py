@@ -22,7 +22,8 @@ def quantize(
     """Quantize the checkpoint `source` into the new directory `out` by `recipe`.
 
     `progress(done, total)` counts source bytes (with `auto`, candidates). `memory_bytes` and `workers` bound plain
-    rounding; calibration needs memory for one decoder layer and its Hessians, and uses torch's threads. Raises what
+    rounding (that of `auto` too); calibration needs memory for one decoder layer and its Hessians, and uses torch's
+    threads. Raises what
     `rtn.quantize_checkpoint` and `calibrated.run.quantize_calibrated` raise.
     """
     if not recipe.calibrates:

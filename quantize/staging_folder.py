@@ -16,6 +16,7 @@ from pathlib import Path
 
 from quantize.errors import CheckpointError
 
+JOURNAL_NAME, SCRATCH_NAME, KEY_NAME = "journal.jsonl", "scratch", "key"
 logger = logging.getLogger(__name__)
 
 
@@ -28,13 +29,52 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+WORK_SUFFIXES = (".partial", ".search")
+"""What unfinished work on `OUT` is called: `.OUT` and one of these."""
+
+
+def work_folder(out: Path, suffix: str) -> Path:
+    """The hidden folder beside `out` for unfinished work; `suffix` is one of `WORK_SUFFIXES`."""
+    return out.parent / f".{out.name}{suffix}"
+
+
+def sweep_finished(out: Path) -> None:
+    """Remove what a writer that was killed right after putting `out` in place left beside it.
+
+    Such a folder holds no checkpoint any more; one that does, or anything unknown, or has a living writer, stays.
+    """
+    for suffix in WORK_SUFFIXES:
+        folder = work_folder(out, suffix)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if all(_is_spent(path) for path in folder.iterdir()):
+                logger.info("removing %s, left by a run that had finished", folder)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue
+        finally:
+            os.close(descriptor)
+
+
+def _is_spent(path: Path) -> bool:
+    """Whether this is bookkeeping of finished work."""
+    if path.name == SCRATCH_NAME:
+        return True
+    return path.is_file() and (path.name in (JOURNAL_NAME, KEY_NAME) or path.suffix in (".json", ".new"))
+
+
 def check_target(out: Path) -> None:
     """Refuse a place that holds anything; an empty folder is fine."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        sweep_finished(out)
         raise CheckpointError(f"{out}: exists already; remove it or choose another place")
 
 
-def _put_in_place(folder: Path, out: Path) -> None:
+def put_in_place(folder: Path, out: Path) -> None:
     """Flush `folder` and what it holds, and rename it to `out`."""
     for path in folder.iterdir():
         fsync_path(path)
@@ -63,6 +103,31 @@ def _remove_leftovers(out: Path) -> None:
             os.close(descriptor)
 
 
+def claim_folder(folder: Path, out: Path) -> int:
+    """Lock `folder`, made if absent, for work on `out`; returns the descriptor that holds the lock.
+
+    Tries again when a finishing writer removed it meanwhile; raises CheckpointError when a living one has it.
+    """
+    while True:
+        folder.mkdir(exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), folder.stat()):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            os.close(descriptor)
+            raise CheckpointError(
+                f"{out}: another process is writing it (into {folder}); wait for it, or choose another place"
+            ) from None
+        os.close(descriptor)
+
+
 class StagingFolder:
     """A hidden folder beside `out` that becomes `out` by `commit`, or vanishes by `discard`."""
 
@@ -89,7 +154,7 @@ class StagingFolder:
 
     def commit(self) -> None:
         """Make everything durable and give the folder its name."""
-        _put_in_place(self.path, self.out)
+        put_in_place(self.path, self.out)
         os.close(self._lock)
 
     def discard(self) -> None:
@@ -107,14 +172,15 @@ class ResumableFolder:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self._root = out.parent / f".{out.name}.partial"
+        self._root = work_folder(out, ".partial")
         self.path = self._root / "checkpoint"
-        self.journal_path = self._root / "journal.jsonl"
+        self.journal_path = self._root / JOURNAL_NAME
+        self.scratch_path = self._root / SCRATCH_NAME
         check_target(out)
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(out)
-            self._lock = self._claim()
+            self._lock = claim_folder(self._root, out)
             try:
                 check_target(out)  # a writer that has just finished may have put it in place
                 self.path.mkdir(exist_ok=True)
@@ -123,28 +189,6 @@ class ResumableFolder:
                 raise
         except OSError as error:
             raise CheckpointError(f"{out}: cannot be written: {error.strerror} ({error.filename})") from error
-
-    def _claim(self) -> int:
-        """Lock the folder, made if absent; again when a finishing writer removed it meanwhile."""
-        while True:
-            self._root.mkdir(exist_ok=True)
-            try:
-                descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            except FileNotFoundError:
-                continue
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(descriptor), self._root.stat()):
-                    return descriptor
-            except FileNotFoundError:
-                pass
-            except BlockingIOError:
-                os.close(descriptor)
-                raise CheckpointError(
-                    f"{self.out}: another process is writing it (into {self._root}); wait for it, or choose another "
-                    "place"
-                ) from None
-            os.close(descriptor)
 
     def allocated_bytes(self) -> int:
         """Disk space that the files in the folder take already."""
@@ -158,7 +202,7 @@ class ResumableFolder:
 
     def commit(self) -> None:
         """Make everything durable, give the folder its name and remove the journal."""
-        _put_in_place(self.path, self.out)
+        put_in_place(self.path, self.out)
         self.discard()
 
     def discard(self) -> None:

@@ -101,6 +101,11 @@ def quantize(
         chosen = parse_recipe({**chosen.model_dump(mode="json"), **overrides}, "the recipe with these options")
     if calibration is not None and not chosen.calibrates:
         raise UsageError(f"--calibration {calibration}: algorithm {chosen.algorithm} reads no text; add --preset auto")
+    if chosen.calibrates and (memory is not None or workers is not None):
+        raise UsageError(
+            f"--memory and --workers bound plain rounding; algorithm {chosen.algorithm} needs memory for a decoder "
+            "layer and its activations, and uses torch's threads: leave them out (OMP_NUM_THREADS sets the threads)"
+        )
     memory_bytes = None if memory is None else parse_bytes(memory)
     max_shard_bytes = None if max_shard_size is None else parse_bytes(max_shard_size)
     lines = console.ReleaseConsole()
@@ -182,4 +187,7 @@ def sample_model(
 def refuse_existing(out: Path) -> None:
     """Raise `UsageError` when the output exists already; nothing written is ever replaced."""
     if out.exists():
+        from quantize.staging_folder import sweep_finished
+
+        sweep_finished(out)
         raise UsageError(f"{out} exists; expected a path to create. Choose another OUT or remove it first")

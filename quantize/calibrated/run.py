@@ -36,7 +36,7 @@ from quantize.calibrated.rotation import Rotation, make_rotation, rotate_embeddi
 from quantize.calibrated.weights import finite_fp32, load_layer
 from quantize.calibration import calibration_windows, check_windows
 from quantize.checkpoint import CheckpointReader, without_quantization
-from quantize.checkpoint_writer import CheckpointWriter, TensorSpec
+from quantize.checkpoint_writer import CheckpointWriter
 from quantize.errors import CalibrationError, CheckpointError
 from quantize.identity import check_unchanged, source_state, work_identity
 from quantize.model_config import ModelConfig, parse_model_config
@@ -45,6 +45,7 @@ from quantize.preflight import check_source
 from quantize.quantization_config import w8a8_quantization_config
 from quantize.recipe import Recipe, recipe_ignored_modules
 from quantize.rtn import QuantizeResult, TensorError, check_tied_head, recipe_file
+from quantize.shard_layout import TensorSpec
 from quantize.streaming import Progress
 from quantize.torch_dtypes import TORCH_DTYPES
 
@@ -117,15 +118,20 @@ def quantize_calibrated(
         )
 
 
-def _plan(reader: CheckpointReader, recipe: Recipe) -> _Output:
-    """The output's config and tensors; raises CheckpointError or RecipeError for what cannot be made."""
-    raw_config, config = without_quantization(reader.raw_config), reader.config
-    ignored = recipe_ignored_modules(recipe, config)
-    if LM_HEAD not in ignored:
+def check_head_ignored(recipe: Recipe, config: ModelConfig) -> None:
+    """Raise CalibrationError for a recipe that quantizes the LM head, which no layer's calibration reaches."""
+    if LM_HEAD not in recipe_ignored_modules(recipe, config):
         raise CalibrationError(
             f"algorithm {recipe.algorithm} leaves the LM head as it is, but the recipe quantizes it; add lm_head to "
             "ignore, or use algorithm rtn"
         )
+
+
+def _plan(reader: CheckpointReader, recipe: Recipe) -> _Output:
+    """The output's config and tensors; raises CheckpointError or RecipeError for what cannot be made."""
+    raw_config, config = without_quantization(reader.raw_config), reader.config
+    check_head_ignored(recipe, config)
+    ignored = recipe_ignored_modules(recipe, config)
     if recipe.smoothing.rotate and config.tie_word_embeddings:
         # The final norm's weights go into the head alone, so the two matrices are no longer one.
         raw_config["tie_word_embeddings"] = False

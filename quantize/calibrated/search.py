@@ -2,20 +2,17 @@
 
 Candidates are tried in order of what they cost to make and change; each is a whole checkpoint beside the target,
 judged against the source on calibration text that none of them was calibrated on. The first that meets the bounds is
-put in place. When none does, the Linears with the most noise per byte stay BF16, as far as the budget goes; after that
+put in place. When none does, the sites with the most predicted noise stay BF16, as far as the budget goes; after that
 the best one found is taken, and the table says that the bounds were missed.
 """
 
 from __future__ import annotations
 
-import fcntl
+import hashlib
 import json
 import logging
-import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantize.architecture import linear_modules
+from quantize.architecture import LM_HEAD, layer_prefix, linear_modules
+from quantize.calibrated.candidates import CandidateFolder
+from quantize.calibrated.run import check_head_ignored
 from quantize.calibrated.simulate import compare_simulated, final_hidden
 from quantize.calibration import calibration_windows, check_windows
-from quantize.checkpoint import CheckpointReader, payload_digest
-from quantize.errors import CheckpointError, RecipeError
+from quantize.checkpoint import CheckpointReader, file_sha256
+from quantize.errors import RecipeError
 from quantize.identity import source_state, work_identity
 from quantize.preflight import check_source
 from quantize.quality import QualityReport, summarize
@@ -37,7 +36,6 @@ from quantize.staging_folder import check_target
 from quantize.streaming import Progress
 
 HELD_OUT_TOKENS = 4096
-SEARCH_NAME = "search.json"
 Quantizer = Callable[[Path, Path, Recipe], QuantizeResult]
 logger = logging.getLogger(__name__)
 
@@ -58,170 +56,141 @@ def candidates(recipe: Recipe) -> list[tuple[str, Recipe]]:
     ]
 
 
-@contextmanager
-def _search_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` for the candidates, one search at a time; kept when the search is interrupted."""
-    check_target(out)
-    folder = out.parent / f".{out.name}.search"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise CheckpointError(f"{out}: cannot be written: {error.strerror} ({error.filename})") from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"{out}: another process searches for it (in {folder}); wait for it, or choose another place"
-            ) from None
-        yield folder
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(descriptor)
-
-
 def quantize_auto(
     source: Path, out: Path, recipe: Recipe, quantize: Quantizer, progress: Progress | None = None
 ) -> QuantizeResult:
     """Search, and put the checkpoint chosen in place as `out`; `search` of the result has a row for each candidate.
 
-    `quantize(source, out, recipe)` makes one candidate. The checkpoint holds the recipe that makes it again, and the
-    table as `search.json`. `progress(done, total)` counts candidates. Raises what `quantize` raises; an interrupted
-    search goes on after the candidates that were finished.
+    `quantize(source, out, recipe)` makes one candidate. The checkpoint holds the recipe that makes its tensors again,
+    and the table as `search.json` (without times). `progress(done, total)` counts candidates. Raises what `quantize`
+    raises; an interrupted search goes on after the candidates that were finished.
     """
     started = time.monotonic()
     held_out_tokens = recipe.calibration.held_out_tokens or HELD_OUT_TOKENS
     calibration = recipe.calibration.model_copy(update={"held_out_tokens": held_out_tokens})
     recipe = recipe.model_copy(update={"calibration": calibration})
     tried = candidates(recipe)
-    with check_source(source) as reader, torch.no_grad(), _search_folder(out) as folder:
-        _, held_out = calibration_windows(source, recipe.calibration)
+    check_target(out)
+    with check_source(source) as reader, torch.no_grad():
+        check_head_ignored(recipe, reader.config)
+        windows, held_out = calibration_windows(source, calibration)
         check_windows(held_out, source, reader.config)
-        judge = _Judge(reader, held_out, recipe, folder, quantize)
-        for done, (name, variant) in enumerate(tried, 1):
-            met = judge.consider(name, variant)
+        with CandidateFolder(out, _search_key(reader, recipe, windows, held_out)) as folder:
+            judge = _Judge(reader, held_out, recipe, folder, quantize)
+            for done, (name, variant) in enumerate(tried, 1):
+                met = judge.consider(name, variant)
+                if progress is not None:
+                    progress(done, len(tried))
+                if met:
+                    break
+            else:
+                judge.spend_bf16(tried[-1][1])
             if progress is not None:
-                progress(done, len(tried))
-            if met:
-                break
-        else:
-            judge.spend_bf16(tried[-1][1])
-        if progress is not None:
-            progress(len(tried), len(tried))
-        row, result, chosen = judge.best()
-        if not row["met"]:
-            logger.warning(
-                "no recipe left at most %.0f %% of plain rounding's KL and %.0f %% of its perplexity increase; %s is "
-                "the best found, with %.0f %% and %.0f %%",
-                100 * recipe.search.max_kl_share,
-                100 * recipe.search.max_perplexity_share,
-                row["recipe"],
-                100 * row["kl_share"],
-                100 * row["perplexity_share"],
-            )
-        row["chosen"] = True
-        (chosen / SEARCH_NAME).write_text(json.dumps({"rows": judge.rows}, indent=1) + "\n")
-        digest = payload_digest(chosen)
-        check_target(out)
-        chosen.rename(out)
-        return replace(result, digest=digest, seconds=time.monotonic() - started, search=judge.rows)
+                progress(len(tried), len(tried))
+            result = judge.choose()
+        return replace(result, seconds=time.monotonic() - started)
+
+
+def _search_key(reader: CheckpointReader, recipe: Recipe, *windows: Tensor) -> str:
+    """A digest of all that candidates and their figures depend on; text counts by its ids, not by its path."""
+    files = {path.name: file_sha256(path) for path in reader.sidecars}
+    ids = [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in windows]
+    content = json.dumps([recipe.digest(), reader.raw_config, files, ids, torch.get_num_threads()], sort_keys=True)
+    return work_identity(source_state(reader), content)
 
 
 class _Judge:
-    """Makes candidates and judges them; keeps rows, results and folders."""
+    """Makes candidates and judges them; keeps rows and results of all, and the checkpoint of the best."""
 
     def __init__(
-        self, reader: CheckpointReader, held_out: Tensor, recipe: Recipe, folder: Path, quantize: Quantizer
+        self, reader: CheckpointReader, held_out: Tensor, recipe: Recipe, folder: CandidateFolder, quantize: Quantizer
     ) -> None:
         self._reader = reader
         self._held_out = held_out
         self._recipe = recipe
         self._folder = folder
         self._quantize = quantize
-        self._state = source_state(reader)
         self._hidden = final_hidden(reader, held_out)
-        self._baseline: QualityReport | None = None
-        self.rows: list[dict[str, Any]] = []
-        self._made: list[tuple[QuantizeResult, Path]] = []
+        self._rows: list[dict[str, Any]] = []
+        self._made: list[tuple[QuantizeResult, Recipe]] = []
+        self._best = 0
 
-    def consider(self, name: str, recipe: Recipe) -> bool:
-        """Make and judge one candidate; whether it meets the bounds."""
-        started = time.monotonic()
-        result, folder = self._make(recipe)
-        made_seconds = time.monotonic() - started
-        with CheckpointReader(folder) as candidate:
-            report = summarize(compare_simulated(self._reader, self._hidden, candidate, self._held_out))
-        if self._baseline is None:
-            self._baseline = report
-        base = self._baseline
-        kl_share = report.mean_kl / base.mean_kl if base.mean_kl else 0.0
-        increase = base.perplexity_candidate - base.perplexity_reference
-        perplexity_share = (
-            (report.perplexity_candidate - report.perplexity_reference) / increase if increase > 0 else 0.0
-        )
+    def consider(self, title: str, recipe: Recipe) -> bool:
+        """Make and judge one candidate, unless an interrupted search did; whether it meets the bounds."""
+        name = _name(recipe)
+        record = self._folder.record(name)
+        if record is None:
+            started = time.monotonic()
+            self._folder.drop(name)
+            result = self._quantize(self._reader.directory, self._folder.path(name), recipe)
+            made_seconds = time.monotonic() - started
+            with CheckpointReader(self._folder.path(name)) as candidate:
+                report = summarize(compare_simulated(self._reader, self._hidden, candidate, self._held_out))
+            row = self._row(title, recipe, result, report, made_seconds)
+            self._folder.save(name, {"result": asdict(result), "row": row})
+        else:
+            result, row = _result(record["result"]), record["row"]
+        self._rows.append(row)
+        self._made.append((result, recipe))
+        latest, best = len(self._rows) - 1, self._best
+        if latest and _rank(row) >= _rank(self._rows[best]):
+            self._folder.drop(name)
+        elif latest:
+            self._folder.drop(_name(self._made[best][1]))
+            self._best = latest
+        logger.info("%s: %.0f %% of plain rounding's KL", title, 100 * row["kl_share"])
+        return bool(row["met"])
+
+    def _row(
+        self, title: str, recipe: Recipe, result: QuantizeResult, report: QualityReport, made_seconds: float
+    ) -> dict[str, Any]:
+        """A candidate's line of the table; shares are of what the first candidate, plain rounding, loses."""
+        row: dict[str, Any] = {
+            "recipe": title,
+            "mean_kl": report.mean_kl,
+            "perplexity": report.perplexity_candidate,
+            "perplexity_source": report.perplexity_reference,
+            "top1_agreement": report.top1_agreement,
+            "positions": report.positions,
+            "bytes": result.bytes_out,
+            "bf16_share": self._bf16_share(recipe),
+            "seconds": made_seconds,
+            "chosen": False,
+        }
+        base = self._rows[0] if self._rows else row
+        row["kl_share"] = row["mean_kl"] / base["mean_kl"] if base["mean_kl"] else 0.0
+        increase = base["perplexity"] - base["perplexity_source"]
+        # On few tokens rounding may lower the perplexity by chance; then there is nothing to take a share of.
+        row["perplexity_share"] = (row["perplexity"] - row["perplexity_source"]) / increase if increase > 0 else 0.0
         bounds = self._recipe.search
-        met = kl_share <= bounds.max_kl_share and perplexity_share <= bounds.max_perplexity_share
-        self.rows.append(
-            {
-                "recipe": name,
-                "mean_kl": report.mean_kl,
-                "kl_share": kl_share,
-                "perplexity": report.perplexity_candidate,
-                "perplexity_source": report.perplexity_reference,
-                "perplexity_share": perplexity_share,
-                "top1_agreement": report.top1_agreement,
-                "positions": report.positions,
-                "bytes": result.bytes_out,
-                "bf16_share": self._bf16_share(recipe),
-                "seconds": made_seconds,
-                "met": met,
-                "chosen": False,
-            }
-        )
-        self._made.append((result, folder))
-        logger.info("%s: %.0f %% of plain rounding's KL", name, 100 * kl_share)
-        return met
-
-    def _make(self, recipe: Recipe) -> tuple[QuantizeResult, Path]:
-        """The candidate's checkpoint, from an interrupted search or made now."""
-        key = work_identity(self._state, recipe.digest())
-        folder = self._folder / key[:16]
-        kept = self._folder / f"{key[:16]}.json"
-        if folder.exists() and kept.exists():
-            return _result(json.loads(kept.read_text())), folder
-        if folder.exists():
-            shutil.rmtree(folder)
-        result = self._quantize(self._reader.directory, folder, recipe)
-        fresh = kept.with_suffix(".new")
-        fresh.write_text(json.dumps(asdict(result)))
-        fresh.replace(kept)
-        return result, folder
+        row["met"] = row["kl_share"] <= bounds.max_kl_share and row["perplexity_share"] <= bounds.max_perplexity_share
+        return row
 
     def _bf16_share(self, recipe: Recipe) -> float:
         """The part of the Linear weights (the LM head aside) that stays as it is."""
-        modules = linear_modules(self._reader.config)
+        sizes = self._sizes()
         ignored = set(recipe_ignored_modules(recipe, self._reader.config))
-        sizes = {name: rows * columns for name, (rows, columns) in modules.items() if name != "lm_head"}
         return sum(size for name, size in sizes.items() if name in ignored) / sum(sizes.values())
 
+    def _sizes(self) -> dict[str, int]:
+        """Number of weights of every Linear but the LM head."""
+        modules = linear_modules(self._reader.config)
+        return {name: rows * columns for name, (rows, columns) in modules.items() if name != LM_HEAD}
+
     def spend_bf16(self, recipe: Recipe) -> None:
-        """Leave the Linears with the most noise per byte in BF16: half the budget first, then all of it."""
-        budget = self._recipe.search.max_bf16_share
-        if budget <= 0:
-            return
-        ranked = noisiest_linears(self._made[-1][0].layers)
-        sizes = {name: rows * columns for name, (rows, columns) in linear_modules(self._reader.config).items()}
-        whole = sum(size for name, size in sizes.items() if name != "lm_head")
-        for part in (budget / 2, budget):
+        """Leave the noisiest sites in BF16: half the budget first, then all of it."""
+        sizes = self._sizes()
+        sites = noisiest_sites(self._made[-1][0].layers)
+        before: list[str] = []
+        for part in (0.5, 1.0):
+            budget = part * self._recipe.search.max_bf16_share * sum(sizes.values())
             chosen: list[str] = []
-            spent = 0
-            for name in ranked:
-                if spent + sizes[name] <= part * whole:
-                    chosen.append(name)
-                    spent += sizes[name]
-            if not chosen:
+            for names in sites:
+                if sum(sizes[name] for name in (*chosen, *names)) <= budget:
+                    chosen += names
+            if chosen == before:
                 continue
+            before = chosen
             schemes = (*recipe.schemes, ModuleScheme(targets=tuple(chosen), scheme="bf16"))
             variant = recipe.model_copy(update={"schemes": schemes})
             try:
@@ -232,22 +201,52 @@ class _Judge:
             if met:
                 return
 
-    def best(self) -> tuple[dict[str, Any], QuantizeResult, Path]:
-        """The candidate that met the bounds, or the one with the least KL."""
-        order = sorted(range(len(self.rows)), key=lambda n: (not self.rows[n]["met"], self.rows[n]["mean_kl"]))
-        result, folder = self._made[order[0]]
-        return self.rows[order[0]], result, folder
+    def choose(self) -> QuantizeResult:
+        """Put the best candidate in place; a warning says when it misses the bounds."""
+        row = self._rows[self._best]
+        result, recipe = self._made[self._best]
+        if not row["met"]:
+            logger.warning(
+                "no recipe left at most %.0f %% of plain rounding's KL and %.0f %% of its perplexity increase; %s is "
+                "the best found, with %.0f %% and %.0f %%",
+                100 * self._recipe.search.max_kl_share,
+                100 * self._recipe.search.max_perplexity_share,
+                row["recipe"],
+                100 * row["kl_share"],
+                100 * row["perplexity_share"],
+            )
+        row["chosen"] = True
+        name = _name(recipe)
+        if not self._folder.holds(name, result.digest):
+            logger.warning("%s: its checkpoint is not what was recorded; it is made again", row["recipe"])
+            self._folder.drop(name)
+            result = self._quantize(self._reader.directory, self._folder.path(name), recipe)
+        # Times would give every search a digest of its own.
+        table = [{key: value for key, value in row.items() if key != "seconds"} for row in self._rows]
+        digest = self._folder.commit(name, json.dumps({"rows": table}, indent=1) + "\n")
+        return replace(result, digest=digest, search=self._rows)
 
 
-def noisiest_linears(layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Module names by the noise their layer's site is predicted to leave, most first."""
-    noise = []
+def _name(recipe: Recipe) -> str:
+    return recipe.digest()[:16]
+
+
+def _rank(row: Mapping[str, Any]) -> tuple[bool, float]:
+    """Smaller is better: what meets the bounds, then what has the least KL."""
+    return not row["met"], row["mean_kl"]
+
+
+def noisiest_sites(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The quantized Linears of each site (they share a scheme in readers that fuse them), most predicted noise first.
+
+    `layers` are the facts of calibrated layers; noise is relative to the site's output.
+    """
+    found = []
     for layer in layers:
         for site in layer["sites"]:
-            for linear in layer["linears"]:
-                if linear["site"] == site["site"]:
-                    noise.append((site["sqnr_after_db"], f"model.layers.{layer['layer']}.{linear['name']}"))
-    return [name for _, name in sorted(noise)]
+            names = [linear["name"] for linear in layer["linears"] if linear["site"] == site["site"]]
+            found.append((site["sqnr_after_db"], [layer_prefix(layer["layer"]) + name for name in names]))
+    return [names for _, names in sorted(found)]
 
 
 def _result(values: Mapping[str, Any]) -> QuantizeResult:
