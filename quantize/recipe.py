@@ -167,6 +167,14 @@ class Recipe(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _plain_rounding_does_not_rotate(self) -> Recipe:
+        if self.algorithm == "rtn" and self.smoothing.rotate:
+            raise ValueError(
+                "smoothing.rotate does nothing under algorithm rtn; use smoothquant, gptq or smoothquant+gptq with it"
+            )
+        return self
+
     @property
     def calibrates(self) -> bool:
         """Whether the algorithm runs text through the model."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantize.architecture import EMBEDDING, FINAL_NORM, LM_HEAD
-from quantize.calibrated.decoder import rms_norm_fp32, run_layer
+from quantize.calibrated.decoder import fake_quantize, rms_norm_fp32, run_layer
 from quantize.calibrated.weights import finite_fp32, load_layer
 from quantize.checkpoint import CheckpointReader
 from quantize.numerics import rope_tables
@@ -38,6 +38,8 @@ def _logits(reader: CheckpointReader, hidden: Tensor) -> Callable[[Tensor], Tens
     """Logits of one window after the other, as `compare` asks for them."""
     name = EMBEDDING if reader.config.tie_word_embeddings else LM_HEAD
     head = reader.tensor(name + ".weight").to(torch.float32)
+    if reader.quantization is not None and reader.quantization.is_quantized(name):
+        head, hidden = head * reader.weight_scale(name).unsqueeze(1), fake_quantize(hidden)
     following: Iterator[Tensor] = iter(hidden)
 
     def logits(window: Tensor) -> Tensor:
