@@ -18,6 +18,7 @@ from quantize.recipe import Calibration
 from quantize.texts import calibration_text
 
 MAX_LINE_BYTES = 16 * 2**20
+NEEDS_TOKENIZER = "calibration reads text, so the checkpoint needs its tokenizer files. Algorithm rtn needs none"
 SUFFIXES = (".txt", ".md", ".jsonl")
 
 
@@ -33,11 +34,13 @@ def calibration_windows(checkpoint: Path, calibration: Calibration) -> tuple[Ten
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CalibrationError(
-            f"{checkpoint}: its tokenizer cannot be loaded ({str(error)[:120]}); calibration reads text, so the "
-            "checkpoint needs its tokenizer files. Algorithm rtn needs none"
+            f"{checkpoint}: its tokenizer cannot be loaded ({str(error)[:120]}); {NEEDS_TOKENIZER}"
         ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # transformers makes up an empty one where there are no files.
+        raise CalibrationError(f"{checkpoint}: it has no tokenizer; {NEEDS_TOKENIZER}")
     ids: list[int] = []
     for document, rendered in _documents(calibration, tokenizer):
         # A chat template writes the special tokens itself.
