@@ -235,23 +235,28 @@ class _Run:
 
     def write_layers(self) -> None:
         """Every decoder layer that is not done: calibrate, quantize, store, record."""
-        config = self._reader.config
-        for layer in range(config.num_layers):
+        for layer in range(self._reader.config.num_layers):
             if layer >= self._activations.next_layer:
-                streams = self._activations.inputs(layer)
-                rope = rope_tables(config.head_dim, config.rope_theta, streams[0].shape[1], config.rope_scaling)
-                outcome = quantize_layer(
-                    self._layer(layer),
-                    self._layer_plan(layer),
-                    config,
-                    self._recipe,
-                    rope,
-                    streams,
-                    self._activations.outputs(layer),
-                )
-                self._store(layer, outcome)
-                self._activations.finish(layer, {"layer": layer, **outcome.facts})
+                self._activations.finish(layer, {"layer": layer, **self._write_layer(layer)})
             self._advance(sum(info.nbytes for name, info in self._reader.infos.items() if layer_of(name) == layer))
+
+        self._advance(self._total_bytes)
+
+    def _write_layer(self, layer: int) -> dict[str, Any]:
+        """Quantize and store one layer; returns its facts. Nothing of the layer is in memory afterwards."""
+        config, streams = self._reader.config, self._activations.inputs(layer)
+        rope = rope_tables(config.head_dim, config.rope_theta, streams[0].shape[1], config.rope_scaling)
+        outcome = quantize_layer(
+            self._layer(layer),
+            self._layer_plan(layer),
+            config,
+            self._recipe,
+            rope,
+            streams,
+            self._activations.outputs(layer),
+        )
+        self._store(layer, outcome)
+        return outcome.facts
 
     def _layer(self, layer: int) -> Layer:
         loaded = load_layer(self._reader, layer)

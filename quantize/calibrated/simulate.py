@@ -31,6 +31,7 @@ def final_hidden(reader: CheckpointReader, windows: Tensor) -> Tensor:
         for start in range(0, len(windows), CHUNK_WINDOWS):
             chunk = slice(start, start + CHUNK_WINDOWS)
             stream[chunk] = run_layer(layer, stream[chunk], config, rope, quantized=reader.quantization is not None)
+        del layer  # before the next one is loaded
     return rms_norm_fp32(stream, finite_fp32(reader, FINAL_NORM + ".weight"), config.rms_norm_eps)
 
 

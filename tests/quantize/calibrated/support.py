@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,9 @@ from tests.tiny_models import VOCAB_SIZE, make_tiny_llama, make_tiny_qwen2, make
 FAMILIES = ("qwen3", "qwen2", "llama", "llama3", "mistral", "qwen3_tied", "qwen2_tied")
 """The session's tiny models, and further ones that `family_source` makes."""
 IDS = torch.randint(0, VOCAB_SIZE, (2, 48), generator=torch.Generator().manual_seed(9))
-CALIBRATION: dict[str, Any] = {"tokens": 512, "window_tokens": 32, "held_out_tokens": 128}
+TEXT = Path(__file__).parents[3] / "LICENSE"
+"""English that is always there, and short: most of a tiny run is tokenizing its text."""
+CALIBRATION: dict[str, Any] = {"data": str(TEXT), "tokens": 512, "window_tokens": 32, "held_out_tokens": 128}
 
 
 def recipe(algorithm: str, **keys: Any) -> Recipe:
@@ -86,3 +91,13 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def make_small_llama(folder: Path, **overrides: Any) -> Path:
     """A tiny untied Llama of one's own, to be changed."""
     return make_tiny_llama(folder, **{"tie_word_embeddings": False, **overrides})
+
+
+def run_kills(source: Path, work: Path, chosen: Recipe, moments: list[int]) -> dict[str, Any]:
+    """What `tests.quantize.calibrated.kills` prints."""
+    arguments = [str(source), str(work), json.dumps(chosen.model_dump(mode="json")), json.dumps(moments)]
+    command = [sys.executable, "-m", "tests.quantize.calibrated.kills", *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    answer: dict[str, Any] = json.loads(finished.stdout)
+    return answer
