@@ -39,7 +39,7 @@ def _logits(reader: CheckpointReader, hidden: Tensor) -> Callable[[Tensor], Tens
     """Logits of one window after the other, as `compare` asks for them."""
     name = EMBEDDING if reader.config.tie_word_embeddings else LM_HEAD
     head = reader.tensor(name + ".weight").to(torch.float32)
-    if reader.quantization is not None and reader.quantization.is_quantized(name):
+    if name == LM_HEAD and reader.quantization is not None and reader.quantization.is_quantized(name):
         head, hidden = head * reader.weight_scale(name).unsqueeze(1), fake_quantize(hidden)
     following: Iterator[Tensor] = iter(hidden)
 
