@@ -30,6 +30,8 @@ def calibration_windows(checkpoint: Path, calibration: Calibration) -> tuple[Ten
     Raises CalibrationError for text that cannot be read or is too short for one window of each kind; a text that is
     merely shorter than asked for gives fewer windows.
     """
+    if calibration.data is not None:
+        _files(Path(calibration.data))  # refuses what is not there before anything heavy is imported
     from transformers import AutoTokenizer
 
     try:

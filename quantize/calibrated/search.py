@@ -84,7 +84,7 @@ def quantize_auto(
                 if met:
                     break
             else:
-                judge.spend_bf16(tried[-1][1])
+                judge.spend_bf16()
             if progress is not None:
                 progress(len(tried), len(tried))
             result = judge.choose()
@@ -177,10 +177,15 @@ class _Judge:
         modules = linear_modules(self._reader.config)
         return {name: rows * columns for name, (rows, columns) in modules.items() if name != LM_HEAD}
 
-    def spend_bf16(self, recipe: Recipe) -> None:
-        """Leave the noisiest sites in BF16: half the budget first, then all of it."""
+    def spend_bf16(self) -> None:
+        """Leave the noisiest sites of the best candidate in BF16: half the budget first, then all of it.
+
+        Noise is known of candidates that smooth; when the best one does not, the last one stands in.
+        """
         sizes = self._sizes()
-        sites = noisiest_sites(self._made[-1][0].layers)
+        base = self._best if noisiest_sites(self._made[self._best][0].layers) else len(self._made) - 1
+        result, recipe = self._made[base]
+        sites, title = noisiest_sites(result.layers), self._rows[base]["recipe"]
         before: list[str] = []
         for part in (0.5, 1.0):
             budget = part * self._recipe.search.max_bf16_share * sum(sizes.values())
@@ -194,7 +199,7 @@ class _Judge:
             schemes = (*recipe.schemes, ModuleScheme(targets=tuple(chosen), scheme="bf16"))
             variant = recipe.model_copy(update={"schemes": schemes})
             try:
-                met = self.consider(f"rotated, {len(chosen)} Linears in BF16", variant)
+                met = self.consider(f"{title}, {len(chosen)} Linears in BF16", variant)
             except RecipeError as error:
                 logger.warning("%s", error)
                 continue

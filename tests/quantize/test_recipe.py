@@ -45,6 +45,20 @@ def test_yaml_json_and_a_mapping_read_alike(tmp_path: Path) -> None:
         ({"gates": {"max_tpot_ms": 0}}, "gates.max_tpot_ms"),
         ({"ignore": ["re:("]}, "not a valid pattern"),
         ({"ignore": "lm_head"}, "ignore"),
+        ({"algorithm": "awq"}, "algorithm"),
+        ({"algorithm": "gptq", "arithmetic": "compat"}, "use arithmetic fp32"),
+        ({"clip": "mse", "arithmetic": "compat"}, "algorithm rtn and clip none"),
+        ({"smoothing": {"rotate": True}}, "smoothing.rotate does nothing under algorithm rtn"),
+        ({"smoothing": {"strength": 1.5}}, "smoothing.strength"),
+        ({"smoothing": {"mappings": ["qkv", "qkv"]}}, "each mapping once"),
+        ({"smoothing": {"mapping": ["qkv"]}}, "did you mean 'mappings'?"),
+        ({"gptq": {"damping": 0}}, "gptq.damping"),
+        ({"gptq": {"block_columns": 0}}, "gptq.block_columns"),
+        ({"search": {"max_bf16_share": 1.01}}, "search.max_bf16_share"),
+        ({"calibration": {"window_tokens": 1}}, "calibration.window_tokens"),
+        ({"calibration": {"sed": 1}}, "did you mean 'seed'?"),
+        ({"schemes": [{"targets": [], "scheme": "int8"}]}, "schemes.0.targets"),
+        ({"schemes": [{"targets": ["re:("], "scheme": "bf16"}]}, "not a valid pattern"),
         ([1], "a list"),
         ("fp32", "a str"),
         ({1: 2}, "1"),
@@ -77,8 +91,28 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 def test_the_digest_covers_what_affects_weights_and_nothing_else() -> None:
     base = Recipe().digest()
     assert parse_recipe({"gates": {"max_mean_kl": 0.5, "max_tpot_ms": 3}}, "x").digest() == base
-    changes: list[dict[str, Any]] = [{"arithmetic": "compat"}, {"down": "bf16"}, {"ignore": []}]
-    assert len({base, *(parse_recipe(change, "x").digest() for change in changes)}) == 4
+    changes: list[dict[str, Any]] = [
+        {"arithmetic": "compat"},
+        {"down": "bf16"},
+        {"ignore": []},
+        {"algorithm": "gptq"},
+        {"algorithm": "gptq", "gptq": {"act_order": False}},
+        {"algorithm": "gptq", "smoothing": {"rotate": True}},
+        {"algorithm": "gptq", "calibration": {"data": "text.txt"}},
+        {"algorithm": "gptq", "calibration": {"held_out_tokens": 64}},
+    ]
+    assert len({base, *(parse_recipe(change, "x").digest() for change in changes)}) == 1 + len(changes)
+
+
+def test_a_recipe_is_written_as_it_is_read(tmp_path: Path) -> None:
+    recipe = parse_recipe(
+        {"algorithm": "auto", "smoothing": {"strength": 0.5}, "search": {"max_bf16_share": 0.1}, "ignore": ["re:.*é$"]},
+        "x",
+    )
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
+    assert recipe.calibrates
+    assert not Recipe().calibrates
 
 
 def test_patterns_and_names_ignore_what_they_match(tiny_qwen3: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quantize.errors import CheckpointError
-from quantize.staging_folder import ResumableFolder
+from quantize.staging_folder import ResumableFolder, check_target, sweep_finished
 
 
 def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
@@ -74,3 +74,41 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be written"):
         ResumableFolder(tmp_path / "out")
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["mine"]
+
+
+def spent_folders(out: Path) -> None:
+    """What writers killed right after the last rename leave beside `out`."""
+    (out.parent / f".{out.name}.partial" / "scratch").mkdir(parents=True)
+    (out.parent / f".{out.name}.partial" / "journal.jsonl").write_text("{}\n")
+    (out.parent / f".{out.name}.search").mkdir()
+    for name in ("key", "0123456789abcdef.json", "0123456789abcdef.new"):
+        (out.parent / f".{out.name}.search" / name).write_text("{}")
+
+
+def test_a_refusal_removes_what_a_finished_run_left(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    spent_folders(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="exists already"):
+        check_target(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("held", ["checkpoint/", "notes.txt", "candidate/"])
+def test_what_may_still_be_wanted_stays(tmp_path: Path, held: str) -> None:
+    spent_folders(tmp_path / "out")
+    for folder in (tmp_path / ".out.partial", tmp_path / ".out.search"):
+        (folder / held).mkdir() if held.endswith("/") else (folder / held).touch()
+    sweep_finished(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.partial", ".out.search"]
+
+
+def test_a_living_writer_s_folder_stays(tmp_path: Path) -> None:
+    folder = ResumableFolder(tmp_path / "out")
+    folder.path.rmdir()
+    sweep_finished(tmp_path / "out")
+    assert (tmp_path / ".out.partial").is_dir()
+    folder.discard()
+    (tmp_path / ".out.search").symlink_to(tmp_path)
+    sweep_finished(tmp_path / "out")
+    assert (tmp_path / ".out.search").is_symlink()
