@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from quantize.recipe import Calibration
 from quantize.texts import calibration_text
 
 MAX_LINE_BYTES = 16 * 2**20
+MAX_CHARACTERS = 16 * 2**20
+"""Text that is tokenized at most: a few million tokens, a few seconds."""
 NEEDS_TOKENIZER = "calibration reads text, so the checkpoint needs its tokenizer files. Algorithm rtn needs none"
 SUFFIXES = (".txt", ".md", ".jsonl")
+logger = logging.getLogger(__name__)
 
 
 def calibration_windows(checkpoint: Path, calibration: Calibration) -> tuple[Tensor, Tensor]:
@@ -44,7 +48,14 @@ def calibration_windows(checkpoint: Path, calibration: Calibration) -> tuple[Ten
         # transformers makes up an empty one where there are no files.
         raise CalibrationError(f"{checkpoint}: it has no tokenizer; {NEEDS_TOKENIZER}")
     ids: list[int] = []
+    characters = 0
     for document, rendered in _documents(calibration, tokenizer):
+        characters += len(document)
+        if characters > MAX_CHARACTERS:
+            raise CalibrationError(
+                f"{calibration.data}: more than {MAX_CHARACTERS} characters of text, all of which would be tokenized "
+                "to pick windows from; give a part of it"
+            )
         # A chat template writes the special tokens itself.
         ids.extend(tokenizer(document, add_special_tokens=not rendered, verbose=False)["input_ids"])
     size = calibration.window_tokens
@@ -57,6 +68,13 @@ def calibration_windows(checkpoint: Path, calibration: Calibration) -> tuple[Ten
         )
     order = torch.randperm(windows, generator=torch.Generator().manual_seed(calibration.seed))
     chosen = order[held_out : held_out + max(1, calibration.tokens // size)]
+    if len(chosen) * size < calibration.tokens - size:
+        logger.warning(
+            "%s gives %d tokens to calibrate on, the recipe asks for %d",
+            calibration.data or "the package's text",
+            len(chosen) * size,
+            calibration.tokens,
+        )
     whole = torch.tensor(ids[: windows * size], dtype=torch.int64).view(windows, size)
     return whole[chosen.sort().values], whole[order[:held_out].sort().values]
 
@@ -95,6 +113,10 @@ def _files(path: Path) -> list[Path]:
     """The file itself, or the text files of a folder in the order of their names."""
     if not path.exists():
         raise CalibrationError(f"{path}: there is no such file or folder; calibration.data names text to calibrate on")
+    if not path.is_dir() and not path.is_file():
+        raise CalibrationError(
+            f"{path}: found neither a file nor a folder; calibration.data names text to calibrate on"
+        )
     if not path.is_dir():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
@@ -117,6 +139,9 @@ def _documents(calibration: Calibration, tokenizer: Any) -> Iterator[tuple[str, 
 
 def _read(path: Path) -> str:
     try:
+        size = path.stat().st_size
+        if size > 4 * MAX_CHARACTERS:
+            raise CalibrationError(f"{path}: {size} bytes, expected at most {4 * MAX_CHARACTERS}; give a part of it")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from error

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from quantize.checkpoint import CONFIG_NAME, INDEX_NAME, MADE_NAMES, combine_digests, file_sha256
-from quantize.errors import CheckpointError, WriteError
+from quantize.errors import CheckpointError, QuantizeError, WriteError
 from quantize.hashing import Hash
 from quantize.journal import Entry, Journal
 from quantize.shard_layout import Shard, TensorSpec, cut_shards, is_laid_out, lay_out
@@ -293,7 +293,8 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        refused = kind is None or (issubclass(kind, CheckpointError) and not issubclass(kind, WriteError))
+        # What a rerun would refuse again is not worth keeping; what a rerun may get past is.
+        refused = kind is None or (issubclass(kind, QuantizeError) and not issubclass(kind, WriteError))
         self.close(keep=not refused)
 
 

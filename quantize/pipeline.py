@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quantize.errors import CheckpointError
 from quantize.recipe import Recipe
 from quantize.rtn import QuantizeResult, quantize_checkpoint
 from quantize.streaming import Progress
@@ -23,9 +24,11 @@ def quantize(
 
     `progress(done, total)` counts source bytes (with `auto`, candidates). `memory_bytes` and `workers` bound plain
     rounding (that of `auto` too); calibration needs memory for one decoder layer and its Hessians, and uses torch's
-    threads. Raises what
-    `rtn.quantize_checkpoint` and `calibrated.run.quantize_calibrated` raise.
+    threads. Raises what `rtn.quantize_checkpoint` and `calibrated.run.quantize_calibrated` raise, and CheckpointError
+    for an `out` inside the source.
     """
+    if source.resolve() in out.resolve().parents:
+        raise CheckpointError(f"{out}: lies in the source {source}, which is only read; choose a place outside it")
     if not recipe.calibrates:
         return quantize_checkpoint(
             source, out, recipe, progress, max_shard_bytes, memory_bytes=memory_bytes, workers=workers

@@ -37,10 +37,10 @@ class Gates(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_perplexity_ratio: float = Field(default=1.10, ge=1.0, allow_inf_nan=False)
-    max_mean_kl: float = Field(default=0.10, gt=0.0, allow_inf_nan=False)
-    min_top1_agreement: float = Field(default=0.85, ge=0.0, le=1.0)
-    max_tpot_ms: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    max_perplexity_ratio: float = Field(strict=True, default=1.10, ge=1.0, allow_inf_nan=False)
+    max_mean_kl: float = Field(strict=True, default=0.10, gt=0.0, allow_inf_nan=False)
+    min_top1_agreement: float = Field(strict=True, default=0.85, ge=0.0, le=1.0)
+    max_tpot_ms: float | None = Field(strict=True, default=None, gt=0.0, allow_inf_nan=False)
 
 
 class ModuleScheme(BaseModel):
@@ -69,11 +69,11 @@ class Calibration(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     data: str | None = None
-    tokens: int = Field(default=16_384, ge=2, le=2**24)
-    window_tokens: int = Field(default=512, ge=2, le=2**17)
-    held_out_tokens: int = Field(default=0, ge=0, le=2**24)
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    chat_template: bool = True
+    tokens: int = Field(strict=True, default=16_384, ge=2, le=2**24)
+    window_tokens: int = Field(strict=True, default=512, ge=2, le=2**17)
+    held_out_tokens: int = Field(strict=True, default=0, ge=0, le=2**24)
+    seed: int = Field(strict=True, default=0, ge=0, lt=2**63)
+    chat_template: bool = Field(default=True, strict=True)
 
 
 class Smoothing(BaseModel):
@@ -87,9 +87,11 @@ class Smoothing(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    strength: float | None = Field(default=None, ge=0.0, le=1.0, allow_inf_nan=False)
-    mappings: tuple[Literal["qkv", "o", "gate_up", "down"], ...] = ("qkv", "o", "gate_up", "down")
-    rotate: bool = False
+    strength: float | None = Field(strict=True, default=None, ge=0.0, le=1.0, allow_inf_nan=False)
+    mappings: tuple[Literal["qkv", "o", "gate_up", "down"], ...] = Field(
+        default=("qkv", "o", "gate_up", "down"), min_length=1
+    )
+    rotate: bool = Field(default=False, strict=True)
 
     @field_validator("mappings")
     @classmethod
@@ -105,9 +107,9 @@ class Gptq(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    damping: float = Field(default=0.01, gt=0.0, le=1.0, allow_inf_nan=False)
-    act_order: bool = True
-    block_columns: int = Field(default=128, ge=1, le=2**14)
+    damping: float = Field(strict=True, default=0.01, gt=0.0, le=1.0, allow_inf_nan=False)
+    act_order: bool = Field(default=True, strict=True)
+    block_columns: int = Field(strict=True, default=128, ge=1, le=2**14)
 
 
 class Search(BaseModel):
@@ -119,9 +121,9 @@ class Search(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_kl_share: float = Field(default=0.25, gt=0.0, allow_inf_nan=False)
-    max_perplexity_share: float = Field(default=0.25, gt=0.0, allow_inf_nan=False)
-    max_bf16_share: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
+    max_kl_share: float = Field(strict=True, default=0.25, gt=0.0, allow_inf_nan=False)
+    max_perplexity_share: float = Field(strict=True, default=0.25, gt=0.0, allow_inf_nan=False)
+    max_bf16_share: float = Field(strict=True, default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
 
 
 Algorithm = Literal["rtn", "smoothquant", "gptq", "smoothquant+gptq", "auto"]
@@ -225,6 +227,11 @@ def ignored_modules(entries: Iterable[str], config: ModelConfig, schemes: Sequen
         targeted = {module for module in linear if any(matches(entry, module) for entry in scheme.targets)}
         ignored = ignored | targeted if scheme.scheme == "bf16" else ignored - targeted
     if config.tie_word_embeddings:
+        if any(LM_HEAD in scheme.targets and scheme.scheme == "int8" for scheme in schemes):
+            raise RecipeError(
+                f"schemes: {LM_HEAD!r} as int8, but this model's LM head is its embedding (tie_word_embeddings), which "
+                "stays as it is; leave it out"
+            )
         ignored.add(LM_HEAD)
     return [module for module in linear if module in ignored]
 
@@ -247,6 +254,7 @@ def _explain(error: ValidationError) -> list[str]:
             )
         else:
             message = item["msg"].removeprefix("Value error, ")
+            message = "expected a section of keys and values" if item["type"] == "model_type" else message
             found = "" if item["type"] in ("value_error", "missing") else f" (found {str(item['input'])[:80]!r})"
             lines.append(f"{path}: {message}{found}" if path else message + found)
     return lines
@@ -293,5 +301,6 @@ def load_recipe(path: Path | None) -> Recipe:
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: not valid YAML: {error}") from None
+        found = str(error).replace('"<unicode string>"', "it")
+        raise RecipeError(f"{path}: not valid YAML: {found}") from None
     return parse_recipe(content, str(path))

@@ -149,6 +149,11 @@ def _observe(
                 "checkpoint, or use algorithm rtn"
             )
         weights[chunk] = 1 / output[chunk].square().mean(dim=-1).clamp_min(SMALLEST_ENERGY)
+        if not bool(weights[chunk].all()):
+            raise CalibrationError(
+                f"{plan.name}: what the source computes reaches {float(output[chunk].abs().max()):.1e}, whose square "
+                "is no FP32 number; a weight of this layer is far too large. Repair the checkpoint or use rtn"
+            )
         sampled.append(weights[chunk].reshape(-1)[first::stride])
     token_weights = torch.cat(sampled)
     return {site: SiteStatistics(amax[site], torch.cat(samples[site]), token_weights) for site in SITES}, weights

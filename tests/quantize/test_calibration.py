@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from quantize.calibration import MAX_LINE_BYTES, calibration_windows, check_windows, data_digest
+from quantize.calibration import MAX_CHARACTERS, MAX_LINE_BYTES, calibration_windows, check_windows, data_digest
 from quantize.errors import CalibrationError
 from quantize.model_config import load_model_config
 from quantize.recipe import Calibration
@@ -203,3 +205,25 @@ def test_the_digest_of_text_is_over_its_bytes(tmp_path: Path) -> None:
     assert data_digest(Calibration(data=str(path))) == one == data_digest(Calibration(data=str(tmp_path)))
     with pytest.raises(CalibrationError, match="no such file"):
         data_digest(Calibration(data=str(tmp_path / "b.txt")))
+
+
+def test_a_pipe_and_a_huge_text_are_refused_at_once(tiny_qwen3: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.txt"
+    os.mkfifo(pipe)
+    with pytest.raises(CalibrationError, match="neither a file nor a folder"):
+        windows(tiny_qwen3, pipe)
+    huge = tmp_path / "huge.txt"
+    with huge.open("wb") as file:
+        file.truncate(4 * MAX_CHARACTERS + 1)
+    with pytest.raises(CalibrationError, match="give a part of it"):
+        windows(tiny_qwen3, huge)
+    (tmp_path / "long.txt").write_text("a" * (MAX_CHARACTERS + 1))
+    with pytest.raises(CalibrationError, match=f"more than {MAX_CHARACTERS} characters"):
+        windows(tiny_qwen3, tmp_path / "long.txt")
+
+
+def test_less_text_than_asked_for_is_said(tiny_qwen3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "text.txt").write_text(PROSE)
+    with caplog.at_level(logging.WARNING):
+        chosen, _ = windows(tiny_qwen3, tmp_path / "text.txt", tokens=100_000)
+    assert f"gives {chosen.numel()} tokens to calibrate on, the recipe asks for 100000" in caplog.text

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from quantize.checkpoint import payload_digest
+from quantize.errors import CalibrationError, CheckpointError
 from quantize.pipeline import quantize
 from quantize.recipe import load_recipe
 from quantize.rtn import quantize_checkpoint
 from tests.quantize.calibrated.support import recipe
+from tests.quantize.files import copy_checkpoint, edit_tensors
 
 
 def test_plain_rounding_streams(tiny_qwen3: Path, tmp_path: Path) -> None:
@@ -30,3 +33,21 @@ def test_every_other_one_calibrates(algorithm: str, tiny_qwen3: Path, tmp_path: 
     if algorithm != "auto":
         assert load_recipe(tmp_path / "out" / "recipe.yaml") == chosen
         assert len(result.layers) == 2
+
+
+@pytest.mark.parametrize("algorithm", ["rtn", "gptq"])
+def test_a_place_inside_the_source_is_refused(algorithm: str, tiny_qwen3: Path, tmp_path: Path) -> None:
+    source = copy_checkpoint(tiny_qwen3, tmp_path / "source")
+    with pytest.raises(CheckpointError, match="lies in the source"):
+        quantize(source, source / "out", recipe(algorithm))
+    assert not (source / "out").exists()
+
+
+def test_what_a_rerun_would_refuse_again_leaves_nothing(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """A weight so large that squares overflow is found while running, named by its layer, and nothing is kept."""
+    source = copy_checkpoint(tiny_qwen3, tmp_path / "source")
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_tensors(source, lambda tensors: tensors.update({name: torch.full_like(tensors[name], 1e30)}))
+    with pytest.raises(CalibrationError, match="layer 1"):
+        quantize(source, tmp_path / "out", recipe("gptq"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

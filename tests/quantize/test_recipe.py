@@ -10,7 +10,7 @@ import pytest
 
 from quantize.errors import RecipeError
 from quantize.model_config import load_model_config
-from quantize.recipe import Recipe, ignored_modules, load_recipe, parse_recipe
+from quantize.recipe import ModuleScheme, Recipe, ignored_modules, load_recipe, parse_recipe
 
 
 def test_no_file_and_empty_files_give_the_defaults(tmp_path: Path) -> None:
@@ -43,6 +43,11 @@ def test_yaml_json_and_a_mapping_read_alike(tmp_path: Path) -> None:
         ({"gates": {"max_mean_kl": float("nan")}}, "gates.max_mean_kl"),
         ({"gates": {"maximum": 1}}, "gates.maximum"),
         ({"gates": {"max_tpot_ms": 0}}, "gates.max_tpot_ms"),
+        ({"gptq": {"damping": True}}, "gptq.damping"),
+        ({"gptq": {"act_order": 1}}, "gptq.act_order"),
+        ({"smoothing": {"strength": True}}, "smoothing.strength"),
+        ({"smoothing": {"mappings": []}}, "smoothing.mappings"),
+        ({"smoothing": 3}, "smoothing: expected a section"),
         ({"ignore": ["re:("]}, "not a valid pattern"),
         ({"ignore": "lm_head"}, "ignore"),
         ({"algorithm": "awq"}, "algorithm"),
@@ -140,3 +145,9 @@ def test_an_entry_that_matches_nothing_is_an_error(tiny_llama: Path, entry: str)
         ignored_modules(["lm_head", entry], load_model_config(tiny_llama))
     assert repr(entry) in str(caught.value)
     assert "'lm_head' match" not in str(caught.value)
+
+
+def test_a_tied_head_cannot_be_asked_for(tiny_llama: Path) -> None:
+    schemes = (ModuleScheme(targets=("lm_head",), scheme="int8"),)
+    with pytest.raises(RecipeError, match="tie_word_embeddings"):
+        ignored_modules([], load_model_config(tiny_llama), schemes)
