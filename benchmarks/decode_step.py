@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def measure(slabs: Slabs, backend: str, threads: int | None, isa: str | None, co
     """Run all cases on one backend; returns a JSON-able record."""
     pages_each = -(-(context + 1) // PAGE_TOKENS)
     started = time.perf_counter()
-    executor = CpuExecutor(slabs, pages_each * max(DECODE_BATCHES), threads, backend, isa)  # type: ignore[arg-type]
+    executor = CpuExecutor(slabs, pages_each * max(DECODE_BATCHES), threads, backend, isa)  # type: ignore[arg-type]  # argparse has checked both names
     load_s = time.perf_counter() - started
     repeats = 20 if executor.backend == "native" else 3
     prompt = [(7 * i + 3) % slabs.real_vocab for i in range(PREFILL_TOKENS)]
@@ -60,7 +61,7 @@ def measure(slabs: Slabs, backend: str, threads: int | None, isa: str | None, co
             executor.forward([Chunk(tokens, start, each, "none")])
     for batch in DECODE_BATCHES:
         chunks = [Chunk([5 + i], context, pages[i]) for i in range(batch)]
-        median_ms, best_ms = timed(lambda chunks=chunks: executor.forward(chunks), repeats)  # type: ignore[misc]
+        median_ms, best_ms = timed(partial(executor.forward, chunks), repeats)
         cases[f"decode batch {batch}"] = {
             "median_ms": median_ms,
             "best_ms": best_ms,

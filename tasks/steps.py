@@ -26,6 +26,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from quantize.staging_folder import fsync_path
 from tasks.errors import StepError
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ def run_step(work: Path, step: str, key: str, build: Build) -> StepRecord:
             if final.exists():
                 shutil.rmtree(final)
             temporary.rename(final)
-            _flush_directory(parent)
+            fsync_path(parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return record
@@ -163,17 +164,6 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _flush_folder(folder: Path) -> None:
     for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as stream:
-                os.fsync(stream.fileno())
-        elif path.is_dir():
-            _flush_directory(path)
-    _flush_directory(folder)
-
-
-def _flush_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        if path.is_file() or path.is_dir():
+            fsync_path(path)
+    fsync_path(folder)

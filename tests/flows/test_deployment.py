@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -35,8 +36,8 @@ def validate(entrypoint: str, parameters: dict[str, object], home: Path) -> subp
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda deployment: deployment["name"])
-def test_each_deployment_loads_and_its_parameters_fit(deployment: dict[str, object], tmp_path: Path) -> None:
-    parameters = {"source": "models/any", **dict(deployment.get("parameters", {}))}  # type: ignore[call-overload]
+def test_each_deployment_loads_and_its_parameters_fit(deployment: dict[str, Any], tmp_path: Path) -> None:
+    parameters = {"source": "models/any", **dict(deployment.get("parameters", {}))}
     done = validate(str(deployment["entrypoint"]), parameters, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "source" in json.loads(done.stdout)

@@ -23,8 +23,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -94,11 +95,16 @@ def fingerprint(root: Path, leave_out: Path) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def _try(outcome: Outcome, where: str, action: object) -> bool:
+def _accept(checkpoint: Path, reader: str) -> None:
+    """Hold a checkpoint against a reader's rules."""
+    acceptance(scan_checkpoint(checkpoint), reader)
+
+
+def _try(outcome: Outcome, where: str, action: Callable[[], object]) -> bool:
     """Run an action; a refusal is recorded, anything else but success is a fault."""
     try:
         with time_limit(TIME_LIMIT_S):
-            action()  # type: ignore[operator]
+            action()
         return True
     except QuantizeError as error:
         outcome.refused.add(where)
@@ -128,7 +134,7 @@ def run_case(number: int, bases: list[Path], sandbox: Path) -> tuple[Outcome, li
         _try(outcome, "check_quantized", lambda: check_quantized(checkpoint).close())
         _try(outcome, "summary", lambda: summarize_checkpoint(checkpoint))
         for reader in READERS:
-            _try(outcome, reader, lambda reader=reader: acceptance(scan_checkpoint(checkpoint), reader))  # type: ignore[misc]
+            _try(outcome, reader, partial(_accept, checkpoint, reader))
         finished = _try(outcome, "quantize", lambda: quantize_checkpoint(checkpoint, out, RECIPE, workers=1))
         if finished and not sound:
             outcome.faults.append("quantize: finished though the preflight refused")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -79,11 +80,11 @@ def test_fingerprint_is_stable_and_differs_by_variant() -> None:
         {"name": "w_q"},
     ],
 )
-def test_fingerprint_changes_with_any_column(change: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_changes_with_any_column(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint()
     table = list(contract.SLABS)
     index = [spec.name for spec in table].index("wq")
-    table[index] = dataclasses.replace(table[index], **change)  # type: ignore[arg-type]
+    table[index] = dataclasses.replace(table[index], **change)
     monkeypatch.setattr(contract, "SLABS", tuple(table))
     assert fingerprint() != before
 
