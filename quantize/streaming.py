@@ -117,6 +117,8 @@ class _Worker:
         self._rounding = rounding
         self._block_bytes = block_bytes
         self._rows = Buffer(block_bytes)
+        self._unreported_bytes = 0
+        self._reported_s = time.monotonic()
 
     def run(self) -> None:
         """Take jobs until none is left; a thread's whole life."""
@@ -131,6 +133,15 @@ class _Worker:
                 hashed[0][0].update(hashed[0][1])
             for _, (stream, view) in pieces:
                 stream.put(view)
+        self._report(0, now=True)
+
+    def _report(self, done_bytes: int, *, now: bool = False) -> None:
+        """Count source bytes as done; passed on from time to time, since every event wakes another thread."""
+        self._unreported_bytes += done_bytes
+        time_s = time.monotonic()
+        if self._unreported_bytes and (now or time_s - self._reported_s > PROGRESS_INTERVAL_S):
+            self._work.events.put(self._unreported_bytes)
+            self._unreported_bytes, self._reported_s = 0, time_s
 
     def _lane(self, buffer: Buffer) -> Iterator[Piece]:
         """Do one job after another; yields what is to be hashed and written before it goes on."""
@@ -146,7 +157,7 @@ class _Worker:
         if self._writer.finished(name) and (not job.quantized or self._writer.finished(name + "_scale")):
             if job.quantized:
                 self._work.sums[number] = RowSums(**self._writer.facts(name))
-            self._work.events.put(job.info.nbytes)
+            self._report(job.info.nbytes)
             return
         descriptor = os.open(job.info.file, os.O_RDONLY)
         try:
@@ -173,7 +184,7 @@ class _Worker:
             if bad is not None:
                 raise _non_finite(job, first * columns + bad, self._rows, bad)
             yield stream, codes.view[: count * columns]
-            self._work.events.put(view.nbytes)
+            self._report(view.nbytes)
         if not self._writer.finished(name + "_scale"):
             scale_stream = self._writer.stream(name + "_scale")
             scale_stream.append(scales.view[: row_count * DTYPES[dtype]])
@@ -183,7 +194,8 @@ class _Worker:
 
     def _copy(self, number: int, job: TensorJob, descriptor: int, buffer: Buffer) -> Iterator[Piece]:
         item_bytes = DTYPES[job.info.dtype]
-        step = self._block_bytes - self._block_bytes % item_bytes
+        # As much to hash as a quantized block of BF16 leaves, so that two lanes keep step.
+        step = max(item_bytes, self._block_bytes // 2 // item_bytes * item_bytes)
         stream = self._writer.stream(job.info.name, new_hash())
         for start in range(0, job.info.nbytes, step):
             if not self._work.wanted(number):
@@ -194,7 +206,7 @@ class _Worker:
             if bad is not None:
                 raise _non_finite(job, start // item_bytes + bad, buffer, bad)
             yield stream, view
-            self._work.events.put(view.nbytes)
+            self._report(view.nbytes)
         stream.finish()
 
 

@@ -11,6 +11,10 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int kLanes = 16;
@@ -38,12 +42,20 @@ INLINE void store(void* to, V value) {
     std::memcpy(to, &value, sizeof value);
 }
 
+INLINE Ints widen_halves(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepu16_epi32((__m256i)load<Halves>(from));  // GCC 12 makes four instructions of it
+#else
+    return __builtin_convertvector(load<Halves>(from), Ints);
+#endif
+}
+
 INLINE Floats splat(float x) { return x - Floats{}; }
 
-INLINE Floats clamp(Floats x, float low, float high) {
-    Floats bound = splat(low);
+INLINE Ints clamp(Ints x, int32_t low, int32_t high) {
+    Ints bound = low - Ints{};
     x = x < bound ? bound : x;
-    bound = splat(high);
+    bound = high - Ints{};
     return x > bound ? bound : x;
 }
 
@@ -66,7 +78,7 @@ struct BFloat16 {
     static constexpr bool kCoarse = false;
     static constexpr float kEps = 0x1p-7f, kSmallest = 0x1p-126f;
     static INLINE Floats widen(const Element* p) {
-        return (Floats)(__builtin_convertvector(load<Halves>(p), Ints) << 16);
+        return (Floats)(widen_halves(p) << 16);
     }
     static float widen_one(uint32_t bits) { return float_of(bits << 16); }
     static uint32_t narrow(float x) {  // finite
@@ -78,6 +90,12 @@ struct BFloat16 {
         const Ints bits = (Ints)x;
         return (Floats)((bits + 0x7fff + ((bits >> 16) & 1)) & ~0xffff);
     }
+    // Multiplying by the inverse, a fraction of a division's cost, decides as the division does. With significands a and
+    // b of eight bits, a quotient that is no tie between two codes is at least 1 / (4 b) > 2^-10 away from it, and the
+    // product is off by less than 2^-15: on a grid of 2^-12 ties are ties again and everything else keeps its side.
+    // Rounded to BF16, a quotient is never a tie (2^8 would divide b) and at least 2^-17 of itself away from one.
+    static constexpr bool kByInverse = true;
+    static constexpr float kGrid = 3072.0f;  // 1.5 * 2^11: adding it rounds to a multiple of 2^-12
 };
 
 struct Float16 {
@@ -86,7 +104,7 @@ struct Float16 {
     static constexpr bool kCoarse = true;  // whether its least scales are far apart
     static constexpr float kEps = 0x1p-10f, kSmallest = 0x1p-24f;
     static INLINE Floats widen(const Element* p) {
-        const Ints bits = __builtin_convertvector(load<Halves>(p), Ints);
+        const Ints bits = widen_halves(p);
         const Floats magnitude = (Floats)((bits & 0x7fff) << 13) * 0x1p112f;
         return (Floats)((Ints)magnitude | ((bits & 0x8000) << 16));
     }
@@ -103,6 +121,8 @@ struct Float16 {
         const Ints bits = (Ints)x;
         return (Floats)((bits + 0xfff + ((bits >> 13) & 1)) & ~0x1fff);
     }
+    static constexpr bool kByInverse = false;
+    static constexpr float kGrid = 0;
 };
 
 struct Float32 {
@@ -114,6 +134,8 @@ struct Float32 {
     static float widen_one(uint32_t bits) { return float_of(bits); }
     static uint32_t narrow(float x) { return bits_of(x); }
     static INLINE Floats round(Floats x) { return x; }
+    static constexpr bool kByInverse = false;
+    static constexpr float kGrid = 0;
 };
 
 // A row's tail is copied into a block of zeros: they change neither a maximum nor a sum.
@@ -163,7 +185,8 @@ int64_t first_non_finite(const typename T::Element* elements, int64_t count) {
 struct Row {
     float scale;          // as stored, widened
     float unit;           // a power of two that brings the row near 1: no square overflows or vanishes
-    float low, high;      // bounds of codes
+    float inverse;        // 1 / (scale * unit)
+    int32_t low, high;    // bounds of codes
     int64_t columns;
 };
 
@@ -175,15 +198,24 @@ float unit_of(float scale) {
     return std::ldexp(1.0f, exponent > 127 ? 127 : exponent < -126 ? -126 : exponent);
 }
 
-template <class T, bool kCompat>
-INLINE Floats code_of(Floats x, const Row& row) {
-    Floats quotient = x / splat(row.scale);
-    if (kCompat) quotient = T::round(quotient);
-    return clamp(quotient, row.low, row.high) + kRoundingBias;  // its low byte is the code
+void set_scale(Row& row, float scale, float unit) {
+    row.scale = scale;
+    row.unit = unit;
+    row.inverse = 1.0f / (scale * unit);
 }
 
-INLINE Floats error_of(Floats x, Floats biased, float scale, float unit) {
-    return (biased - kRoundingBias) * (scale * unit) - x * unit;
+// `scaled` is x * unit.
+template <class T, bool kCompat>
+INLINE Ints code_of(Floats x, Floats scaled, const Row& row) {
+    Floats quotient = T::kByInverse ? scaled * row.inverse : x / splat(row.scale);
+    if (kCompat) quotient = T::round(quotient);
+    const Floats biased = T::kByInverse && !kCompat ? (quotient + T::kGrid) + (kRoundingBias - T::kGrid)
+                                                    : quotient + kRoundingBias;
+    return clamp((Ints)biased - (int32_t)bits_of(kRoundingBias), row.low, row.high);
+}
+
+INLINE Floats error_of(Floats scaled, Ints code, const Row& row) {
+    return __builtin_convertvector(code, Floats) * (row.scale * row.unit) - scaled;
 }
 
 struct Sums {
@@ -203,16 +235,15 @@ Sums encode(const typename T::Element* elements, const Row& shared, int8_t* code
     Floats signal{}, noise{};
     Ints any{};
     walk<T>(elements, row.columns, [&](int64_t column, const typename T::Element* at, int real) {
-        const Floats x = T::widen(at);
-        const Floats biased = code_of<T, kCompat>(x, row);
-        const Ints code = (Ints)(biased) - (int32_t)bits_of(kRoundingBias);
+        const Floats x = T::widen(at), scaled = x * row.unit;
+        const Ints code = code_of<T, kCompat>(x, scaled, row);
         any |= code;
         const Bytes bytes = __builtin_convertvector(code, Bytes);
         if (real == kLanes)
             store(codes + column, bytes);
         else
             std::memcpy(codes + column, &bytes, real);
-        const Floats scaled = x * row.unit, error = error_of(x, biased, row.scale, row.unit);
+        const Floats error = error_of(scaled, code, row);
         signal += scaled * scaled;
         noise += error * error;
     });
@@ -228,8 +259,8 @@ float tree_error(const typename T::Element* elements, const Row& shared, std::ve
     const Row row = shared;
     float* const squares = room.data();
     walk<T>(elements, row.columns, [&](int64_t column, const typename T::Element* at, int) {
-        const Floats x = T::widen(at);
-        const Floats error = error_of(x, code_of<T, false>(x, row), row.scale, row.unit);
+        const Floats x = T::widen(at), scaled = x * row.unit;
+        const Floats error = error_of(scaled, code_of<T, false>(x, scaled, row), row);
         store(squares + column, error * error);
     });
     const int64_t padded = ((row.columns + kLanes - 1) / kLanes) * kLanes;
@@ -279,14 +310,14 @@ struct Choice {
 // unclipped scale comes first and only a smaller error replaces it, so a row never gets worse.
 template <class T>
 Choice search_clip(const typename T::Element* elements, float amax, Row row, std::vector<float>& squares) {
-    row.scale = unclipped_scale<T>(amax);
-    row.unit = unit_of(row.scale);
+    const float unclipped_step = unclipped_scale<T>(amax), unit = unit_of(unclipped_step);
+    set_scale(row, unclipped_step, unit);
     const float unclipped = tree_error<T>(elements, row, squares);
     Choice best{row.scale, unclipped, unclipped};
     int best_clip = 0;
     const auto consider = [&](int clip) {
         if (clip <= 0 || clip > kClipLast) return;
-        row.scale = clipped_scale<T>(amax, clip);
+        set_scale(row, clipped_scale<T>(amax, clip), unit);
         const float error = tree_error<T>(elements, row, squares);
         if (error < best.error) {
             best.scale = row.scale;
@@ -347,7 +378,7 @@ void run(QuantizeRows& job) {
             return;
         }
         const float amax = T::widen_one(largest);
-        Row row{0.0f, 0.0f, kCompat ? -128.0f : -127.0f, 127.0f, job.columns};
+        Row row{0.0f, 0.0f, 0.0f, kCompat ? -128 : -127, 127, job.columns};
         double chosen_error = -1;
         if (kCompat) {
             row.scale = T::widen_one(T::narrow(amax / 127.5f));
@@ -362,7 +393,7 @@ void run(QuantizeRows& job) {
             row.scale = unclipped_scale<T>(amax);
         }
         // By the largest weight, not by the scale: compat's can be far above a row whose own would vanish.
-        row.unit = unit_of(amax != 0 ? amax : row.scale);
+        set_scale(row, row.scale, unit_of(amax != 0 ? amax : row.scale));
         scales[number] = (Element)T::narrow(row.scale);
         const Sums sums = encode<T, kCompat>(row_elements, row, codes);
         const double unit = (double)row.unit;

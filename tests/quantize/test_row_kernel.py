@@ -68,6 +68,20 @@ def weights(dtype: torch.dtype, seed: int) -> list[Tensor]:
     return [*result, extremes]
 
 
+@pytest.mark.parametrize("arithmetic", ["fp32", "compat"])
+@pytest.mark.parametrize("name", SETS)
+def test_every_bfloat16_significand_meets_every_scale(name: str, arithmetic: Literal["fp32", "compat"]) -> None:
+    # All pairs of significands whose quotient can touch a tie between codes, in rows of every largest weight.
+    largest = torch.arange(0x3F80, 0x4080, dtype=torch.int16).view(torch.bfloat16)
+    smaller = torch.arange(0x3A80, 0x4080, dtype=torch.int16).view(torch.bfloat16).expand(len(largest), -1)
+    weight = torch.where(smaller <= largest[:, None], smaller, -largest[:, None])
+    weight = torch.cat([largest[:, None], weight], dim=1)
+    codes, scales, _, _ = run(NativeKernel(name), weight, Rounding(arithmetic))
+    expected_codes, expected_scales = quantize_weight(weight, arithmetic)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(codes, expected_codes)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("arithmetic", ["fp32", "compat"])
 @pytest.mark.parametrize("name", SETS)
