@@ -20,6 +20,9 @@ RINT = pypto.CastMode.CAST_RINT
 """Round half to even: stated at every narrowing, since the default mode differs between backends."""
 
 
+VECTOR_ROWS = 16
+"""Most rows in a vector tile as wide as two matmul tiles: 16 x 512 FP32 values are 32 KB."""
+
 _DTYPES = {
     torch.float32: pypto.DT_FP32,
     torch.bfloat16: pypto.DT_BF16,
@@ -47,13 +50,14 @@ def to_bf16(value: Any) -> Any:
     return pypto.cast(value, pypto.DT_BF16, RINT)
 
 
-def whole(value: Any) -> Any:
-    """State that all of a 2-D value is valid.
+def whole(value: Any, valid_rows: Any = None) -> Any:
+    """State that all of a 2-D value is valid, or that `valid_rows` of its rows are.
 
     Without it the interpreter's checks of the first passes find an empty valid shape (error FB200B, and no verdict)
     where a vector tile takes some rows of several matmul tiles.
     """
-    return pypto.view(value, list(value.shape), [0, 0], valid_shape=list(value.shape))
+    rows, width = value.shape
+    return pypto.view(value, [rows, width], [0, 0], valid_shape=[rows if valid_rows is None else valid_rows, width])
 
 
 def inverse_rms(x_fp32: Any, width: int, eps: float) -> Any:
@@ -62,36 +66,41 @@ def inverse_rms(x_fp32: Any, width: int, eps: float) -> Any:
     return pypto.reciprocal(pypto.sqrt(pypto.add(mean, eps)))
 
 
-def rms_norm_rows(x_fp32: Any, gamma: Any, eps: float) -> Any:
+def rms_norm_rows(x_fp32: Any, gamma: Any, eps: float, valid_rows: Any = None) -> Any:
     """RMS-normalise FP32 `[rows, width]` by gamma `[1, width]`; one row per vector tile, so no reduction is split."""
     width = x_fp32.shape[-1]
-    x_fp32 = whole(x_fp32)
+    x_fp32 = whole(x_fp32, valid_rows)
     pypto.set_vec_tile_shapes(1, width)
     return pypto.mul(pypto.mul(x_fp32, inverse_rms(x_fp32, width, eps)), gamma)
 
 
-def quantize_rows(x_bf16: Any) -> tuple[Any, Any]:
+def quantize_rows(x_bf16: Any, valid_rows: Any = None) -> tuple[Any, Any]:
     """Quantize BF16 `[rows, width]` per row: INT8 codes and FP32 scales `[rows, 1]`, as `quantize_activation`.
 
     INT8 is reached through INT32 and FP16, both exact here: the device has no direct conversion from FP32.
     """
     rows, width = x_bf16.shape
     pypto.set_vec_tile_shapes(1, width)
-    x_fp32 = to_fp32(whole(x_bf16))
+    x_fp32 = to_fp32(whole(x_bf16, valid_rows))
     amax = pypto.clip(pypto.amax(pypto.abs(x_fp32), -1, keepdim=True), ACTIVATION_AMAX_EPS)
-    limit = pypto.full([rows, 1], float(INT8_MAX), pypto.DT_FP32)
+    valid = [rows if valid_rows is None else valid_rows, 1]
+    limit = pypto.full([rows, 1], float(INT8_MAX), pypto.DT_FP32, valid_shape=valid)
     scaled = pypto.mul(x_fp32, pypto.div(limit, amax))
     codes = pypto.clip(pypto.cast(scaled, pypto.DT_INT32, RINT), -INT8_MAX, INT8_MAX)
     codes_fp16 = pypto.cast(to_fp32(codes), pypto.DT_FP16, RINT)
     return pypto.cast(codes_fp16, pypto.DT_INT8), pypto.div(amax, float(INT8_MAX))
 
 
-def linear_w8a8(codes: Any, scale: Any, weight: Any, weight_scale: Any, tile: CubeTile) -> Any:
+def linear_w8a8(
+    codes: Any, scale: Any, weight: Any, weight_scale: Any, tile: CubeTile, valid_rows: Any = None
+) -> Any:
     """INT8 codes `[rows, k]` by INT8 weight `[k, n]`: FP32 `[rows, n]` = `(acc * weight_scale) * scale`."""
     rows = codes.shape[0]
     pypto.set_cube_tile_shapes(*tile.shapes())
     accumulator = pypto.matmul(codes, weight, pypto.DT_INT32)
-    pypto.set_vec_tile_shapes(rows, 2 * tile.n)
+    if rows > VECTOR_ROWS:
+        accumulator = whole(accumulator, valid_rows)
+    pypto.set_vec_tile_shapes(min(rows, VECTOR_ROWS), 2 * tile.n)
     return pypto.mul(pypto.mul(to_fp32(accumulator), weight_scale), scale)
 
 
@@ -109,14 +118,15 @@ def head_norm(heads_fp32: Any, gamma: Any, eps: float) -> Any:
     return pypto.mul(normed, pypto.expand_clone(pypto.reshape(gamma, [1, 1, dim]), [1, heads, dim]))
 
 
-def rotate(heads_fp32: Any, cos: Any, sin: Any) -> Any:
+def rotate(heads_fp32: Any, cos: Any, sin: Any, valid_rows: Any = None) -> Any:
     """Rotate FP32 `[rows, heads, dim]` by tables FP32 `[rows, dim]`, half split; returns BF16."""
     rows, heads, dim = heads_fp32.shape
     half = dim // 2
     pypto.set_vec_tile_shapes(1, heads, dim)
     low = pypto.view(heads_fp32, [rows, heads, half], [0, 0, 0])
     high = pypto.view(heads_fp32, [rows, heads, half], [0, 0, half])
-    cos3, sin3 = pypto.reshape(cos, [rows, 1, dim]), pypto.reshape(sin, [rows, 1, dim])
+    valid = [rows if valid_rows is None else valid_rows, 1, dim]
+    cos3, sin3 = (pypto.reshape(table, [rows, 1, dim], valid_shape=valid) for table in (cos, sin))
     cos_low, cos_high = (pypto.view(cos3, [rows, 1, half], [0, 0, at]) for at in (0, half))
     sin_low, sin_high = (pypto.view(sin3, [rows, 1, half], [0, 0, at]) for at in (0, half))
     rotated_low = pypto.sub(pypto.mul(low, cos_low), pypto.mul(high, sin_low))
