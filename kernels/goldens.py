@@ -11,6 +11,7 @@ device's matrix unit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -163,6 +164,30 @@ def lm_head(x: Tensor, final_norm: Tensor, weight: Tensor, eps: float) -> Tensor
     """Final norm and LM head: BF16 `[rows, hidden]` x BF16 `[vocab, hidden]` to logits FP32 `[rows, vocab]`."""
     normed = to_bf16(rms_norm(x.to(torch.float32), final_norm, eps))
     return normed.to(torch.float32) @ weight.to(torch.float32).t()
+
+
+def decode_step(
+    x: Tensor,
+    layers: Sequence[LayerWeights],
+    shape: LayerShape,
+    rows: TokenRows,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    final_norm: Tensor,
+    lm_head_weight: Tensor,
+    embed_weight: Tensor,
+    real_vocab: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run one decode step on BF16 hidden rows `[rows, hidden]` through `layers`, the LM head, and greedy sampling.
+
+    Caches BF16 `[layers, slots, kv_size]` are written in place. Returns logits FP32 `[rows, real_vocab]`, ids INT64
+    `[rows]`, and the embedding rows of the ids, BF16 `[rows, hidden]`, which are the next step's `x`.
+    """
+    for index, weights in enumerate(layers):
+        x = decoder_layer(x, weights, shape, rows, k_cache[index], v_cache[index])
+    logits = lm_head(x, final_norm, lm_head_weight[:real_vocab], shape.rms_norm_eps)
+    ids = greedy(logits, real_vocab)
+    return logits, ids, embed_weight[ids]
 
 
 class DecoderWeights(Protocol):

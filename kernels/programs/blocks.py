@@ -91,9 +91,7 @@ def quantize_rows(x_bf16: Any, valid_rows: Any = None) -> tuple[Any, Any]:
     return pypto.cast(codes_fp16, pypto.DT_INT8), pypto.div(amax, float(INT8_MAX))
 
 
-def linear_w8a8(
-    codes: Any, scale: Any, weight: Any, weight_scale: Any, tile: CubeTile, valid_rows: Any = None
-) -> Any:
+def linear_w8a8(codes: Any, scale: Any, weight: Any, weight_scale: Any, tile: CubeTile, valid_rows: Any = None) -> Any:
     """INT8 codes `[rows, k]` by INT8 weight `[k, n]`: FP32 `[rows, n]` = `(acc * weight_scale) * scale`."""
     rows = codes.shape[0]
     pypto.set_cube_tile_shapes(*tile.shapes())
@@ -137,3 +135,10 @@ def rotate(heads_fp32: Any, cos: Any, sin: Any, valid_rows: Any = None) -> Any:
 def silu(gate: Any) -> Any:
     """`gate * (1 / (1 + exp(-gate)))` in FP32."""
     return pypto.mul(gate, pypto.reciprocal(pypto.add(pypto.exp(pypto.neg(gate)), 1.0)))
+
+
+def gather_rows(table: Any, ids: Any) -> Any:
+    """Rows of `table` `[count, width]` at INT32 `ids` `[rows, 1]`, as `[rows, width]`."""
+    rows, width = ids.shape[0], table.shape[1]
+    pypto.set_vec_tile_shapes(1, 1, width)
+    return pypto.reshape(pypto.index_select(table, 0, ids), [rows, width])

@@ -207,7 +207,7 @@ class DecodeLayer(Program):
     def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The golden layer on copies of the caches, and the query rows that the prologue hands to attention."""
         s = self.spec
-        weights, rows = self._golden_weights(tensors), self._golden_rows(tensors)
+        weights, rows = self.golden_weights(tensors), self._golden_rows(tensors)
         k_cache, v_cache = tensors["k_cache"].clone(), tensors["v_cache"].clone()
         query, _, _ = attention_inputs(tensors["x"], weights, s.layer_shape, rows)
         out = decoder_layer(tensors["x"], weights, s.layer_shape, rows, k_cache, v_cache)
@@ -258,7 +258,8 @@ class DecodeLayer(Program):
         cos, sin = rope_tables(s.head_dim, s.rope_theta, max(s.contexts), s.rope_scaling)
         return row_arguments([tokens - 1 for tokens in s.contexts], pages, cos, sin)
 
-    def _golden_weights(self, tensors: Mapping[str, Tensor]) -> LayerWeights:
+    def golden_weights(self, tensors: Mapping[str, Tensor]) -> LayerWeights:
+        """The slabs among `tensors` as the golden takes them."""
         s = self.spec
         optional = {"w_down_scale": s.down == "int8", "q_norm": s.qk_norm, "k_norm": s.qk_norm}
         optional |= dict.fromkeys(("q_bias", "k_bias", "v_bias"), s.qkv_bias)

@@ -38,25 +38,32 @@ def build(program: LmHeadGreedy, options: dict[str, Any]) -> Any:
         ids: of.ids,
     ):
         for _ in pypto.loop(1, name="NORM", idx_name="norm"):
-            _norm(spec, x, final_norm, normed_rows)
+            norm_rows(spec, x, final_norm, normed_rows)
         for chunk in pypto.loop(0, spec.chunks, 1, name="CHUNKS", idx_name="chunk", submit_before_loop=True):
-            _chunk(spec, chunk, normed_rows, weight, logits, block_maxima, block_ids)
+            head_chunk(spec, chunk, normed_rows, weight, logits, 0, block_maxima, block_ids)
         for _ in pypto.loop(0, 1, 1, name="SAMPLE", idx_name="sample", submit_before_loop=True):
-            _sample(spec, block_maxima, block_ids, ids)
+            ids[:] = best_ids(spec, block_maxima, block_ids)
 
     return lm_head_greedy
 
 
-def _norm(spec: LmHeadSpec, x: Any, final_norm: Any, normed_rows: Any) -> None:
+def norm_rows(spec: LmHeadSpec, x: Any, final_norm: Any, normed_rows: Any) -> None:
     """Final RMS norm, narrowed to BF16."""
     pypto.set_vec_tile_shapes(1, spec.hidden_size)
     normed_rows[:] = blocks.to_bf16(blocks.rms_norm_rows(blocks.to_fp32(x), final_norm, spec.rms_norm_eps))
 
 
-def _chunk(
-    spec: LmHeadSpec, chunk: Any, normed_rows: Any, weight: Any, logits: Any, block_maxima: Any, block_ids: Any
+def head_chunk(
+    spec: LmHeadSpec,
+    chunk: Any,
+    normed_rows: Any,
+    weight: Any,
+    logits: Any,
+    logits_row: Any,
+    block_maxima: Any,
+    block_ids: Any,
 ) -> None:
-    """Logits of one chunk's ids; for each block its maximum and the lowest id within it that reaches it."""
+    """Logits of one chunk's ids, from row `logits_row` on; each block's maximum and the lowest id that reaches it."""
     batch, width, hidden, block = spec.batch_rows, spec.chunk_tokens, spec.hidden_size, spec.block_tokens
     first = pypto.min(chunk * width, spec.last_chunk_start)
     tile = choose_cube_tile(hidden, width, 2, rows=batch, columns=block)
@@ -72,11 +79,11 @@ def _chunk(
         winner = pypto.amin(pypto.where(pypto.ge(part, maximum), numbers, NO_ID), -1, keepdim=True)
         pypto.assemble(maximum, [0, chunk * spec.chunk_blocks + index], block_maxima)
         pypto.assemble(winner, [0, chunk * spec.chunk_blocks + index], block_ids)
-    pypto.assemble(values, [0, first], logits)
+    pypto.assemble(values, [logits_row, first], logits)
 
 
-def _sample(spec: LmHeadSpec, block_maxima: Any, block_ids: Any, ids: Any) -> None:
-    """The lowest id among the blocks that reach the largest maximum."""
+def best_ids(spec: LmHeadSpec, block_maxima: Any, block_ids: Any) -> Any:
+    """The lowest id among the blocks that reach the largest maximum: INT32 `[rows, 1]`."""
     columns, blocks_in_use = spec.block_columns, spec.chunks * spec.chunk_blocks
     valid = [spec.batch_rows, blocks_in_use]
     number = _count(columns)
@@ -88,7 +95,7 @@ def _sample(spec: LmHeadSpec, block_maxima: Any, block_ids: Any, ids: Any) -> No
     candidates = pypto.add(local_ids, pypto.view(start, [1, columns], [0, 0], valid_shape=[1, blocks_in_use]))
     reached = pypto.ge(maxima, pypto.amax(maxima, -1, keepdim=True))
     winner = pypto.amin(pypto.where(reached, candidates, NO_ID), -1, keepdim=True)
-    ids[:] = pypto.cast(winner, pypto.DT_INT32, blocks.RINT)
+    return pypto.cast(winner, pypto.DT_INT32, blocks.RINT)
 
 
 def _count(width: int) -> Any:

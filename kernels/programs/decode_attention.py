@@ -1,0 +1,86 @@
+"""Paged attention of single-token rows, inlined by the decode kernels: online softmax over pages of 128 tokens.
+
+Lengths and page numbers are read from tensors, so nothing of them is compiled in. Matrix products are done head by
+head, the softmax for all heads of a row at once.
+"""
+
+from typing import Any
+
+import pypto
+
+from kernels.goldens import PAGE_TOKENS
+from kernels.programs import blocks
+from kernels.programs.decode_layer import DecodeLayerSpec
+
+SOFTMAX_ROWS = 64
+"""Most heads in one vector tile: 64 x 128 FP32 values are 32 KB, several of which are alive at once."""
+
+
+def attend_row(spec: DecodeLayerSpec, row: Any, tokens: Any, page_slot: Any, tensors: Any) -> None:
+    """Attend row `row` of the window to the `tokens` tokens of its sequence and write its context rows.
+
+    `page_slot(page)` gives the cache row at which page number `page` of the sequence starts; `tensors` holds `q_rows`,
+    `k_cache`, `v_cache` and `context_rows`.
+    """
+    dim, heads = spec.head_dim, spec.num_heads
+    pages = (tokens + PAGE_TOKENS - 1) // PAGE_TOKENS
+    accumulator = pypto.tensor([heads, dim], pypto.DT_FP32, "accumulator")
+    total = pypto.tensor([heads, 1], pypto.DT_FP32, "total")
+    maximum = pypto.tensor([heads, 1], pypto.DT_FP32, "maximum")
+    for page in pypto.loop(0, pages, 1, name="PAGES", idx_name="page"):
+        first_slot = page_slot(page)
+        valid = pypto.min(tokens - page * PAGE_TOKENS, PAGE_TOKENS)
+        scores = pypto.mul(_scores(spec, row, first_slot, valid, tensors.q_rows, tensors.k_cache), dim**-0.5)
+        page_maximum = pypto.amax(scores, -1, keepdim=True)
+        if pypto.cond(pypto.is_loop_begin(page)):
+            weights = blocks.to_bf16(pypto.exp(pypto.sub(scores, page_maximum)))
+            page_total = pypto.sum(blocks.to_fp32(weights), -1, keepdim=True)
+            part = _weighted_values(spec, first_slot, valid, weights, tensors.v_cache)
+            if pypto.cond(pypto.is_loop_end(page)):
+                result = blocks.to_bf16(pypto.div(part, page_total))
+                pypto.assemble(result, [row * heads, 0], tensors.context_rows)
+            else:
+                accumulator[:] = part
+                total[:] = page_total
+                maximum[:] = page_maximum
+        else:
+            new_maximum = pypto.maximum(maximum, page_maximum)
+            weights = blocks.to_bf16(pypto.exp(pypto.sub(scores, new_maximum)))
+            rescale = pypto.exp(pypto.sub(maximum, new_maximum))
+            page_total = pypto.sum(blocks.to_fp32(weights), -1, keepdim=True)
+            new_total = pypto.add(pypto.mul(total, rescale), page_total)
+            part = _weighted_values(spec, first_slot, valid, weights, tensors.v_cache)
+            new_accumulator = pypto.add(pypto.mul(accumulator, rescale), part)
+            if pypto.cond(pypto.is_loop_end(page)):
+                result = blocks.to_bf16(pypto.div(new_accumulator, new_total))
+                pypto.assemble(result, [row * heads, 0], tensors.context_rows)
+            else:
+                accumulator[:] = new_accumulator
+                total[:] = new_total
+                maximum[:] = new_maximum
+
+
+def _scores(spec: DecodeLayerSpec, row: Any, first_slot: Any, valid: Any, q_rows: Any, k_cache: Any) -> Any:
+    """Products of every query head with a page's keys: FP32 `[heads, 128]`, `valid` columns of them valid."""
+    dim, heads, group = spec.head_dim, spec.num_heads, spec.num_heads // spec.num_kv_heads
+    pypto.set_cube_tile_shapes([16, 16], [dim, dim], [PAGE_TOKENS, PAGE_TOKENS])
+    pypto.set_vec_tile_shapes(min(heads, SOFTMAX_ROWS), PAGE_TOKENS)
+    scores = pypto.tensor([heads, PAGE_TOKENS], pypto.DT_FP32, "scores")
+    for head in range(spec.num_kv_heads):
+        query = pypto.view(q_rows, [group, dim], [row * heads + head * group, 0])
+        keys = pypto.view(k_cache, [PAGE_TOKENS, dim], [first_slot, head * dim], valid_shape=[valid, dim])
+        pypto.assemble(pypto.matmul(query, keys, pypto.DT_FP32, b_trans=True), [head * group, 0], scores)
+    return pypto.view(scores, [heads, PAGE_TOKENS], [0, 0], valid_shape=[heads, valid])
+
+
+def _weighted_values(spec: DecodeLayerSpec, first_slot: Any, valid: Any, weights: Any, v_cache: Any) -> Any:
+    """Every head's weights BF16 `[heads, 128]` by a page's values: FP32 `[heads, dim]`."""
+    dim, heads, group = spec.head_dim, spec.num_heads, spec.num_heads // spec.num_kv_heads
+    pypto.set_cube_tile_shapes([16, 16], [PAGE_TOKENS, PAGE_TOKENS], [dim, dim])
+    context = pypto.tensor([heads, dim], pypto.DT_FP32, "context")
+    for head in range(spec.num_kv_heads):
+        share = pypto.view(weights, [group, PAGE_TOKENS], [head * group, 0], valid_shape=[group, valid])
+        values = pypto.view(v_cache, [PAGE_TOKENS, dim], [first_slot, head * dim], valid_shape=[valid, dim])
+        pypto.assemble(pypto.matmul(share, values, pypto.DT_FP32), [head * group, 0], context)
+    pypto.set_vec_tile_shapes(min(heads, SOFTMAX_ROWS), dim)
+    return pypto.view(context, [heads, dim], [0, 0], valid_shape=[heads, dim])

@@ -1,0 +1,295 @@
+"""`decode_step`: whole decode steps of a model as one program, from embedding rows to the next ones, with its golden.
+
+In: the stacked slabs of all layers, the embedding and LM head, the hidden rows that the steps start from, and the
+positions of every step's tokens. Out: logits and greedy ids of every step, the caches with the tokens' keys and values,
+and the embedding rows of the last ids. Neither the number of layers nor that of steps is compiled in, and nothing goes
+through the host between steps: the ids of one are the tokens of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kernels.errors import ProgramError
+from kernels.goldens import PAGE_TOKENS, LayerWeights, TokenRows, decode_step
+from kernels.programs.base import Argument, Program, ProgramSpec
+from kernels.programs.decode_layer import PLACEHOLDER_COLUMNS, DecodeLayer, DecodeLayerSpec, row_arguments
+from kernels.programs.lm_head import CHUNK_TOKENS, LmHeadGreedy, LmHeadSpec
+from quantize.model_config import ModelConfig
+from quantize.numerics import rope_tables
+
+__all__ = ["DecodeStep", "DecodeStepSpec", "stacked_slabs", "step_rows"]
+
+_STACKED = tuple(LayerWeights.__dataclass_fields__)
+_CACHES = ("k_cache", "v_cache")
+
+
+@dataclass(frozen=True)
+class DecodeStepSpec(ProgramSpec):
+    """Shape of the steps over `layer.batch_rows` tokens; the kernel depends on neither `layers` nor `steps`.
+
+    `layer.contexts` are the rows' context lengths in the first step; they grow by one a step. `layers` and `steps`
+    shape the sample inputs.
+    """
+
+    layer: DecodeLayerSpec
+    head: LmHeadSpec
+    layers: int
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"the layer's {name} is {of_layer}, the LM head's {of_head}"
+            for name, of_layer, of_head in (
+                ("hidden_size", self.layer.hidden_size, self.head.hidden_size),
+                ("batch_rows", self.layer.batch_rows, self.head.batch_rows),
+                ("rms_norm_eps", self.layer.rms_norm_eps, self.head.rms_norm_eps),
+            )
+            if of_layer != of_head
+        ]
+        if self.layers < 1 or self.steps < 1:
+            problems.append(f"{self.layers} layers and {self.steps} steps; expected at least 1 of each")
+        needed = sum(-(-(tokens + self.steps - 1) // PAGE_TOKENS) for tokens in self.layer.contexts)
+        if needed > self.layer.pages:
+            problems.append(f"the rows' sequences take {needed} pages in all, the cache has {self.layer.pages}")
+        if problems:
+            raise ProgramError(f"no decode_step program for this shape: {'; '.join(problems)}")
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        down: str,
+        contexts: tuple[int, ...],
+        *,
+        layers: int | None = None,
+        steps: int = 1,
+        pages: int | None = None,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> DecodeStepSpec:
+        """The steps of `config` over one row per context length, by default through all its layers."""
+        if pages is None:
+            pages = 1 + sum(-(-(tokens + steps - 1) // PAGE_TOKENS) for tokens in contexts)
+        return cls(
+            layer=DecodeLayerSpec.of(config, "bf16" if down == "bf16" else "int8", contexts, pages),
+            head=LmHeadSpec.of(config, len(contexts), chunk_tokens),
+            layers=config.num_layers if layers is None else layers,
+            steps=steps,
+        )
+
+    def contexts_at(self, step: int) -> tuple[int, ...]:
+        """The rows' context lengths in `step`."""
+        return tuple(tokens + step for tokens in self.layer.contexts)
+
+
+class DecodeStep(Program):
+    """The decode steps at one shape."""
+
+    name = "decode_step"
+    kernel_module = "kernels.programs.decode_step_kernel"
+    spec: DecodeStepSpec
+
+    def __init__(self, spec: DecodeStepSpec) -> None:
+        super().__init__(spec)
+        self._layer = DecodeLayer(spec.layer)
+        self._head = LmHeadGreedy(spec.head)
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Hidden rows, stacked slabs, head and embedding, row data, caches, scratch, outputs."""
+        layer = {argument.name: argument for argument in self._layer.arguments()}
+        head = {argument.name: argument for argument in self._head.arguments()}
+        stacked = [replace(layer[name], shape=(None, layer[name].shape[1])) for name in _STACKED]
+        dim, int32 = self.spec.layer.head_dim, torch.int32
+        return (
+            replace(layer["x"], direction="inout"),
+            *stacked,
+            head["final_norm"],
+            replace(head["weight"], name="lm_head_weight"),
+            Argument("embed_weight", torch.bfloat16, head["weight"].shape),
+            Argument("cos", torch.float32, (None, dim)),
+            Argument("sin", torch.float32, (None, dim)),
+            Argument("slots", int32, (None, 1)),
+            Argument("context_tokens", int32, (None,)),
+            layer["block_table"],
+            *(layer[name] for name in _CACHES),
+            layer["q_rows"],
+            layer["context_rows"],
+            *(head[name] for name in ("normed_rows", "block_maxima", "block_ids")),
+            Argument("logits", torch.float32, (None, self.spec.head.real_vocab), "out"),
+            Argument("ids", int32, (None, 1), "out"),
+        )
+
+    def sample_inputs(self, seed: int) -> dict[str, Tensor]:
+        """Random slabs of every layer, a random embedding and head, caches and pages as in `decode_layer`."""
+        s = self.spec
+        each = [self._layer.sample_inputs(seed + index) for index in range(s.layers)]
+        head = self._head.sample_inputs(seed)
+        tensors = self._empty(s.layer.pages * PAGE_TOKENS * s.layers)
+        tensors |= {name: torch.cat([one[name] for one in each]) for name in (*_STACKED, *_CACHES)}
+        tensors |= {"x": each[0]["x"], "final_norm": head["final_norm"], "lm_head_weight": head["weight"]}
+        generator = torch.Generator().manual_seed(seed)
+        tensors["embed_weight"] = torch.randn(tensors["embed_weight"].shape, generator=generator).to(torch.bfloat16)
+        return tensors | self._sample_rows(torch.randperm(s.layer.pages, generator=generator).tolist())
+
+    def shape_inputs(self) -> dict[str, Tensor]:
+        """Zeros, but for the rows' lengths, slots and pages."""
+        s = self.spec
+        return self._empty(s.layer.pages * PAGE_TOKENS * s.layers) | self._sample_rows(list(range(s.layer.pages)))
+
+    def units(self) -> int:
+        """For each step the layers' bodies, and the LM head's."""
+        pages = [-(-tokens // PAGE_TOKENS) for step in range(self.spec.steps) for tokens in self.spec.contexts_at(step)]
+        return self.spec.steps * (2 * self.spec.layers + self._head.units()) + self.spec.layers * sum(pages)
+
+    def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The golden steps on copies of the caches and hidden rows."""
+        s = self.spec
+        layers = tensors["input_rms"].shape[0]
+        caches = {name: tensors[name].clone() for name in _CACHES}
+        weights = [self._layer.golden_weights(self._slabs_of(tensors, index, layers)) for index in range(layers)]
+        head = (tensors["final_norm"][0], tensors["lm_head_weight"], tensors["embed_weight"], s.head.real_vocab)
+        x, logits, ids = tensors["x"], [], []
+        for step in range(tensors["context_tokens"].shape[0] // s.layer.batch_rows):
+            step_logits, step_ids, x = decode_step(
+                x,
+                weights,
+                s.layer.layer_shape,
+                self._golden_rows(tensors, step, layers),
+                caches["k_cache"].view(layers, -1, s.layer.kv_size),
+                caches["v_cache"].view(layers, -1, s.layer.kv_size),
+                *head,
+            )
+            logits.append(step_logits)
+            ids.append(step_ids)
+        sampled = torch.cat(ids).to(torch.int32).unsqueeze(1)
+        return {"x": x, **caches, "logits": torch.cat(logits), "ids": sampled}
+
+    def tolerances(self) -> dict[str, str]:
+        """Ids and the next rows are exact; logits are FP32 sums whose order is not fixed."""
+        return {"logits": "FP32 summation order"}
+
+    def hbm_bytes(self, tensors: Mapping[str, Tensor]) -> int:
+        """Slabs and LM head once a step, each row's keys and values in every layer, the embedding rows read."""
+        s = self.spec
+        steps = tensors["context_tokens"].shape[0] // s.layer.batch_rows
+        slabs = sum(tensors[name].numel() * tensors[name].element_size() for name in _STACKED)
+        cached_tokens = int(tensors["context_tokens"].sum()) + steps * s.layer.batch_rows
+        rows = 2 * s.layer.batch_rows * s.layer.hidden_size * 2
+        caches = s.layers * 2 * cached_tokens * s.layer.kv_size * 2
+        return caches + steps * (slabs + self._head.hbm_bytes(tensors) + rows)
+
+    def check_values(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse stacks of different depth, and slots, pages and lengths outside a layer's cache."""
+        batch = self.spec.layer.batch_rows
+        layers, steps = tensors["input_rms"].shape[0], tensors["context_tokens"].shape[0] // batch
+        expected = {
+            argument.name: layers * (argument.shape[0] or 1)
+            for argument in self._layer.arguments()
+            if argument.name in _STACKED and argument.shape[1] != PLACEHOLDER_COLUMNS
+        }
+        expected |= dict.fromkeys(("context_tokens", "cos", "sin", "logits", "ids"), steps * batch)
+        expected |= {"slots": steps * layers * batch}
+        problems = [
+            f"`{name}` has {tensors[name].shape[0]} rows, {layers} layers and {steps} steps of {batch} rows need {rows}"
+            for name, rows in expected.items()
+            if tensors[name].shape[0] != rows
+        ]
+        problems += [
+            f"`{name}` has {tensors[name].shape[0]} rows, which are no whole pages of {PAGE_TOKENS} for {layers} layers"
+            for name in _CACHES
+            if tensors[name].shape[0] % (layers * PAGE_TOKENS)
+        ]
+        if problems:
+            raise ProgramError(f"{self.name} cannot be called: " + "; ".join(problems))
+        layer_slots = tensors["k_cache"].shape[0] // layers
+        slots = tensors["slots"].view(steps, layers, batch)
+        if not torch.equal(slots, _layer_slots(slots[:, 0], layers, layer_slots)):
+            raise ProgramError(
+                f"{self.name} cannot be called: `slots` must hold a step's slots once per layer, each time "
+                f"{layer_slots} further: see `step_rows`"
+            )
+        for step, contexts in enumerate(tensors["context_tokens"].view(steps, batch)):
+            rows = {"slots": slots[step, 0], "context_tokens": contexts, "block_table": tensors["block_table"]}
+            caches = {name: tensors[name][: tensors[name].shape[0] // layers] for name in _CACHES}
+            self._layer.check_values(rows | caches)
+
+    def _empty(self, cache_slots: int) -> dict[str, Tensor]:
+        """Zeros of the sample's shapes; row arguments are left to the caller."""
+        s = self.spec
+        layer = {argument.name: argument for argument in self._layer.arguments()}
+        rows = {name: s.layers * (layer[name].shape[0] or 1) for name in _STACKED}
+        rows |= dict.fromkeys(_CACHES, cache_slots)
+        rows |= dict.fromkeys(("logits", "ids"), s.steps * s.layer.batch_rows)
+        return {
+            a.name: torch.zeros([rows.get(a.name, 1) if size is None else size for size in a.shape], dtype=a.dtype)
+            for a in self.arguments()
+        }
+
+    def _sample_rows(self, order: list[int]) -> dict[str, Tensor]:
+        """Row arguments that deal out the pages of `order`."""
+        s = self.spec
+        pages: list[list[int]] = []
+        for tokens in s.contexts_at(s.steps - 1):
+            count = -(-tokens // PAGE_TOKENS)
+            pages.append(order[:count])
+            order = order[count:]
+        longest = max(s.contexts_at(s.steps - 1))
+        cos, sin = rope_tables(s.layer.head_dim, s.layer.rope_theta, longest, s.layer.rope_scaling)
+        first = [tokens - 1 for tokens in s.layer.contexts]
+        return step_rows(first, pages, cos, sin, s.layers, s.layer.pages * PAGE_TOKENS, s.steps)
+
+    def _slabs_of(self, tensors: Mapping[str, Tensor], index: int, layers: int) -> dict[str, Tensor]:
+        """The slabs of layer `index` as `decode_layer` takes them."""
+        parts = {}
+        for name in _STACKED:
+            rows = tensors[name].shape[0] // layers
+            parts[name] = tensors[name][index * rows : (index + 1) * rows]
+        return parts
+
+    def _golden_rows(self, tensors: Mapping[str, Tensor], step: int, layers: int) -> TokenRows:
+        batch = self.spec.layer.batch_rows
+        at = slice(step * batch, (step + 1) * batch)
+        slots = tensors["slots"].view(-1, layers, batch)[step, 0]
+        return TokenRows(
+            positions=tensors["context_tokens"][at].to(torch.int64) - 1,
+            slots=slots.to(torch.int64),
+            block_table=tensors["block_table"].to(torch.int64),
+            cos=tensors["cos"][at],
+            sin=tensors["sin"][at],
+        )
+
+
+def step_rows(
+    positions: list[int],
+    pages: list[list[int]],
+    cos: Tensor,
+    sin: Tensor,
+    layers: int,
+    layer_slots: int,
+    steps: int = 1,
+) -> dict[str, Tensor]:
+    """The per-row arguments of `steps` decode steps whose first tokens stand at `positions`.
+
+    `pages` are each row's pages in order, enough for its last step; `cos` and `sin` the RoPE tables `[*, dim]`;
+    `layer_slots` the cache rows of one of the `layers` layers. Position, slot and length of every step are known
+    beforehand: only the ids are not.
+    """
+    each = [row_arguments([at + step for at in positions], pages, cos, sin) for step in range(steps)]
+    joined = {name: torch.cat([rows[name] for rows in each]) for name in ("cos", "sin", "context_tokens")}
+    slots = _layer_slots(torch.stack([rows["slots"].flatten() for rows in each]), layers, layer_slots)
+    return {**joined, "slots": slots.reshape(-1, 1).contiguous(), "block_table": each[0]["block_table"]}
+
+
+def stacked_slabs(slabs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's slabs, by their contract names, as the stacked arguments; absent ones become a placeholder row."""
+    absent = torch.zeros(1, PLACEHOLDER_COLUMNS)
+    return {name: slabs.get(name, slabs.get(f"{name}_weight", absent)) for name in _STACKED}
+
+
+def _layer_slots(slots: Tensor, layers: int, layer_slots: int) -> Tensor:
+    """The slots `[steps, rows]` of the first layer as those of all: INT32 `[steps, layers, rows]`."""
+    return slots[:, None] + layer_slots * torch.arange(layers, dtype=torch.int32)[:, None]
