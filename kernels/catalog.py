@@ -50,7 +50,6 @@ _QWEN3_14B = ModelConfig(
     bos_token_id=151643,
 )
 _BUILTIN = {
-    "qwen3-14b": _QWEN3_14B,
     "qwen3-0.6b": replace(
         _QWEN3_14B,
         hidden_size=1024,
@@ -58,6 +57,44 @@ _BUILTIN = {
         num_layers=28,
         num_heads=16,
         tie_word_embeddings=True,
+    ),
+    "qwen3-1.7b": replace(
+        _QWEN3_14B,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=28,
+        num_heads=16,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-4b": replace(
+        _QWEN3_14B,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_layers=36,
+        num_heads=32,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-8b": replace(_QWEN3_14B, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32),
+    "qwen3-14b": _QWEN3_14B,
+    "qwen3-32b": replace(_QWEN3_14B, intermediate_size=25600, num_layers=64, num_heads=64),
+    "smollm2-135m": replace(
+        _QWEN3_14B,
+        family="llama",
+        architecture="LlamaForCausalLM",
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        vocab_size=49152,
+        rms_norm_eps=9.999999747378752e-06,
+        rope_theta=1e5,
+        max_position_tokens=8192,
+        tie_word_embeddings=True,
+        qk_norm=False,
+        eos_token_ids=(2,),
+        bos_token_id=1,
     ),
 }
 BUILTIN_NAMES = tuple(_BUILTIN)

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from kernels.errors import ContractError
+from kernels.shape_rules import ShapeRule, shape_problems
 from quantize.model_config import ModelConfig
 
 CONTRACT_NAME = "decoder-w8a8"
@@ -122,7 +124,6 @@ def symbols(config: ModelConfig) -> dict[str, int]:
         "I": config.intermediate_size,
         "V": padded_vocab(config.vocab_size),
         "P": min(config.max_position_tokens, MAX_ROPE_POSITIONS),
-        "1": 1,
     }
 
 
@@ -137,39 +138,41 @@ def slab_specs(config: ModelConfig, down: DownDtype = "int8") -> list[ResolvedSl
         conditions.add("qk_norm")
     if config.qkv_bias:
         conditions.add("qkv_bias")
-    sizes = symbols(config)
+    return resolve_slabs((spec for spec in SLABS if spec.when in conditions), symbols(config))
+
+
+def resolve_slabs(specs: Iterable[SlabSpec], sizes: Mapping[str, int]) -> list[ResolvedSlab]:
+    """Give table rows the sizes of a model."""
     return [
-        ResolvedSlab(spec.name, spec.dtype, tuple(_product(term, sizes) for term in spec.shape), spec)
-        for spec in SLABS
-        if spec.when in conditions
+        ResolvedSlab(spec.name, spec.dtype, tuple(term_size(term, sizes) for term in spec.shape), spec)
+        for spec in specs
     ]
+
+
+def term_size(term: str, sizes: Mapping[str, int]) -> int:
+    """The value of a shape term: symbols and numbers joined by `*`; raises KeyError for an unknown symbol."""
+    value = 1
+    for factor in term.split("*"):
+        value *= int(factor) if factor.isdigit() else sizes[factor]
+    return value
+
+
+SHAPE_RULES = (
+    ShapeRule("gqa", "num_heads", "a multiple of", "num_kv_heads", "query heads share key/value heads evenly"),
+    ShapeRule("even-head", "head_dim", "a multiple of", "2", "rotary embedding splits a head in halves"),
+    *(
+        ShapeRule("int32-sum", size, "at most", str(MAX_REDUCTION), "longer INT32 sums could overflow")
+        for size in ("hidden_size", "intermediate_size", "q_size")
+    ),
+)
+"""What a model's shape must obey so that its slabs mean what the table says."""
 
 
 def check_limits(config: ModelConfig, down: DownDtype) -> None:
     """Raise ContractError unless the model's shape is one that the contract can carry."""
-    problems = []
+    problems = shape_problems(SHAPE_RULES, config)
     if down not in ("int8", "bf16"):
-        problems.append(f"down is {down!r}; expected 'int8' or 'bf16'")
-    for name in (
-        "num_layers",
-        "hidden_size",
-        "intermediate_size",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "vocab_size",
-    ):
-        if getattr(config, name) < 1:
-            problems.append(f"{name} is {getattr(config, name)}; expected at least 1")
-    if not problems and config.num_heads % config.num_kv_heads:
-        problems.append(f"num_heads {config.num_heads} is not a multiple of num_kv_heads {config.num_kv_heads}")
-    if config.head_dim % 2:
-        problems.append(f"head_dim {config.head_dim} is odd; half-split RoPE needs an even one")
-    for name in ("hidden_size", "intermediate_size", "q_size"):
-        if getattr(config, name) > MAX_REDUCTION:
-            problems.append(f"{name} {getattr(config, name)} exceeds {MAX_REDUCTION}; INT32 sums could overflow")
-    if config.max_position_tokens < 1:
-        problems.append(f"max_position_tokens is {config.max_position_tokens}; expected at least 1")
+        problems.insert(0, f"down is {down!r}; expected 'int8' or 'bf16'")
     if problems:
         raise ContractError(
             f"the model does not fit contract {CONTRACT_NAME} v{CONTRACT_VERSION}: " + "; ".join(problems)
@@ -192,10 +195,3 @@ def fingerprint(down: DownDtype = "int8") -> str:
     }
     payload = {"name": CONTRACT_NAME, "version": CONTRACT_VERSION, "down": down, "limits": limits, "slabs": table}
     return hashlib.sha256(json.dumps(payload, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _product(term: str, sizes: dict[str, int]) -> int:
-    value = 1
-    for symbol in term.split("*"):
-        value *= sizes[symbol]
-    return value

@@ -1,46 +1,36 @@
 """Staging: a W8A8 checkpoint becomes slabs, by the rules of the contract, one source tensor at a time.
 
-The slab file is allocated once on disk and every tensor is written at its place, so the peak memory is about one
-tensor and the model is never held. The folder appears under its final name only when it is complete. This module knows
-nothing of how weights were quantized: codes and scales are re-oriented, never recomputed.
+`kernels.slab_writer` writes them with about one tensor in memory. The folder appears under its final name only when it
+is complete. This module knows nothing of how weights were quantized: codes and scales are re-oriented, never
+recomputed.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import logging
-import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from kernels.contract import CONTRACT_NAME, CONTRACT_VERSION, DownDtype, ResolvedSlab, fingerprint, slab_specs
 from kernels.errors import StagingError
-from kernels.layout import slab_blocks, source_problem
+from kernels.layout import source_problem
+from kernels.slab_writer import check_space, source_names, write_slabs
 from kernels.slabs import (
     MANIFEST_FILE,
     SLAB_FILE,
     Slabs,
     config_to_json,
     load_slabs,
-    slab_header,
-    slab_offsets,
     slabs_digest,
-    tensor_bytes,
     verify_slabs,
 )
 from quantize.architecture import by_layer
 from quantize.checkpoint import CheckpointReader
 from quantize.model_config import ModelConfig
-from quantize.numerics import rope_tables
 from quantize.staging_folder import StagingFolder
 
 __all__ = ["Slabs", "StageResult", "load_slabs", "stage_checkpoint", "verify_slabs"]
@@ -49,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 MAX_PROBLEMS_SHOWN = 50
 MAX_LAYERS_SHOWN = 4
-WRITE_BLOCK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -77,12 +66,12 @@ def stage_checkpoint(
     started = time.monotonic()
     with CheckpointReader(checkpoint) as reader:
         slabs = slab_specs(reader.config, down)
-        _check_sources(reader, slabs, down)
+        check_sources(reader, slabs, down)
         total_bytes = sum(slab.nbytes for slab in slabs)
         folder = StagingFolder(out)
         try:
-            _check_space(folder.path, total_bytes)
-            tensors = _write_slabs(reader, slabs, folder.path / SLAB_FILE, progress)
+            check_space(folder.path, total_bytes)
+            tensors = write_slabs(reader, slabs, folder.path / SLAB_FILE, progress)
             digest = slabs_digest(reader.config, down, tensors)
             _write_manifest(folder.path / MANIFEST_FILE, reader.config, down, tensors, digest)
             folder.commit()
@@ -94,19 +83,7 @@ def stage_checkpoint(
     return StageResult(digest, tensors, total_bytes, seconds)
 
 
-def source_names(slab: ResolvedSlab, config: ModelConfig) -> list[str]:
-    """The checkpoint tensors that make up `slab`, in slab order; a tied LM head is read from the embedding."""
-    source = slab.spec.source
-    if not source:
-        return []
-    if slab.name == "lm_head_weight" and config.tie_word_embeddings:
-        return ["model.embed_tokens.weight"]
-    if "{layer}" in source:
-        return [source.format(layer=layer) for layer in range(config.num_layers)]
-    return [source]
-
-
-def _check_sources(reader: CheckpointReader, slabs: Sequence[ResolvedSlab], down: DownDtype) -> None:
+def check_sources(reader: CheckpointReader, slabs: Sequence[ResolvedSlab], down: DownDtype) -> None:
     """Compare the checkpoint's tensor table with what the slabs need, reading no weight; all problems in one error."""
     config, infos = reader.config, reader.infos
     problems: list[str] = []
@@ -179,85 +156,6 @@ def _few(modules: Sequence[str]) -> str:
     groups = by_layer(modules)
     more = f"; and {len(groups) - MAX_LAYERS_SHOWN} more layers" if len(groups) > MAX_LAYERS_SHOWN else ""
     return "; ".join(groups[:MAX_LAYERS_SHOWN]) + more
-
-
-def _check_space(folder: Path, needed_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < needed_bytes:
-        raise StagingError(f"slabs need {needed_bytes} bytes but {folder} has {free_bytes} free; make room or move OUT")
-
-
-def _write_slabs(
-    reader: CheckpointReader,
-    slabs: Sequence[ResolvedSlab],
-    path: Path,
-    progress: Callable[[int, int], None] | None,
-) -> dict[str, dict[str, Any]]:
-    """Allocate the file, then write and hash every slab layer by layer; returns the manifest's tensor table."""
-    header, offsets = slab_header(slabs), slab_offsets(slabs)
-    total_bytes = sum(slab.nbytes for slab in slabs)
-    hashers = {slab.name: hashlib.sha256() for slab in slabs}
-    cursors = {name: len(header) + offset for name, offset in offsets.items()}
-    done_bytes = 0
-    with path.open("wb") as file:
-        handle = file.fileno()
-        _allocate(handle, len(header) + total_bytes, path)
-        os.pwrite(handle, header, 0)
-        for slab, block in _all_blocks(reader, slabs):
-            view = tensor_bytes(block)
-            hashers[slab.name].update(view)
-            for start in range(0, len(view), WRITE_BLOCK_BYTES):
-                part = view[start : start + WRITE_BLOCK_BYTES]
-                _write_all(handle, part, cursors[slab.name])
-                cursors[slab.name] += len(part)
-            done_bytes += len(view)
-            if progress is not None:
-                progress(done_bytes, total_bytes)
-    return {
-        slab.name: {"dtype": slab.dtype, "shape": list(slab.shape), "sha256": hashers[slab.name].hexdigest()}
-        for slab in slabs
-    }
-
-
-def _all_blocks(reader: CheckpointReader, slabs: Sequence[ResolvedSlab]) -> Iterator[tuple[ResolvedSlab, Tensor]]:
-    """Every block of every slab, layers outermost, so that one layer's sources are read together."""
-    config = reader.config
-    for layer in range(config.num_layers):
-        for slab in slabs:
-            if "{layer}" in slab.spec.source:
-                yield from _source_blocks(reader, slab, source_names(slab, config)[layer])
-    for slab in slabs:
-        if not slab.spec.source:
-            tables = rope_tables(config.head_dim, config.rope_theta, slab.shape[0], config.rope_scaling)
-            yield slab, tables[0 if slab.spec.rule == "rope_cos" else 1].contiguous()
-        elif "{layer}" not in slab.spec.source:
-            yield from _source_blocks(reader, slab, source_names(slab, config)[0])
-
-
-def _source_blocks(reader: CheckpointReader, slab: ResolvedSlab, name: str) -> Iterator[tuple[ResolvedSlab, Tensor]]:
-    for block in slab_blocks(slab, reader.tensor(name)):
-        if block.is_floating_point() and not bool(torch.isfinite(block).all()):
-            raise StagingError(f"{name} holds NaN or infinity; slab {slab.name} expects finite values")
-        if slab.spec.rule == "scale_row" and not bool((block > 0).all()):
-            raise StagingError(
-                f"{name} holds a scale that is zero or negative; expected positive scales, quantize again"
-            )
-        yield slab, block
-
-
-def _allocate(handle: int, size_bytes: int, path: Path) -> None:
-    try:
-        os.posix_fallocate(handle, 0, size_bytes)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise StagingError(f"{path.parent} has no room for {size_bytes} bytes of slabs; make room") from error
-        os.truncate(handle, size_bytes)
-
-
-def _write_all(handle: int, view: memoryview, offset: int) -> None:
-    while len(view):
-        written = os.pwrite(handle, view, offset)
-        view, offset = view[written:], offset + written
 
 
 def _write_manifest(

@@ -30,6 +30,13 @@ class Down(StrEnum):
     bf16 = "bf16"
 
 
+class Abi(StrEnum):
+    """Choices of `--abi`."""
+
+    pypto_deploy = "pypto-deploy"
+    pypto_lib = "pypto-lib"
+
+
 class Preset(StrEnum):
     """Choices of `--preset`."""
 
@@ -150,13 +157,22 @@ def quantize(
 def stage(
     checkpoint: Path = typer.Argument(..., metavar="CHECKPOINT", help="W8A8 checkpoint directory."),
     out: Path = typer.Argument(..., metavar="OUT", help="Folder to create."),
-    down: Down = typer.Option(Down.int8, help="Which form of down_proj the checkpoint holds and the slabs get."),
+    down: Down | None = typer.Option(
+        None, help="Which form of down_proj the checkpoint holds and the slabs get [default: int8]."
+    ),
+    abi: Abi = typer.Option(
+        Abi.pypto_deploy, help="Whose kernels the slabs are for; pypto-lib's take a Qwen3 with down_proj in BF16."
+    ),
     as_json: bool = JSON_OPTION,
 ) -> None:
     """Stage a W8A8 checkpoint into kernel-ready slabs."""
     refuse_existing(out)
+    if abi is not Abi.pypto_deploy:
+        _export(checkpoint, out, down, abi, as_json)
+        return
     from kernels.staging import stage_checkpoint
 
+    down = down or Down.int8
     with console.ReleaseConsole().step("stage") as line:
         result = stage_checkpoint(checkpoint, out, down=down.value, progress=line.advance)
         line.outcome = f"{len(result.tensors)} slabs"
@@ -165,6 +181,27 @@ def stage(
         emit_json(answer)
     else:
         emit_line(f"{out}: {len(result.tensors)} slabs, {result.bytes:,} bytes, digest {result.digest}")
+
+
+def _export(checkpoint: Path, out: Path, down: Down | None, abi: Abi, as_json: bool) -> None:
+    """Stage for another kernel library, whose contract says which form of down_proj it takes."""
+    from kernels.abi_export import export_checkpoint
+
+    if down is Down.int8:
+        raise UsageError(
+            f"--down int8 --abi {abi.value}: {abi.value} takes down_proj in BF16; leave --down out, and quantize the "
+            "source with `down: bf16` in the recipe"
+        )
+    with console.ReleaseConsole().step(f"stage for {abi.value}") as line:
+        result = export_checkpoint(checkpoint, out, abi.value, progress=line.advance)
+        line.outcome = f"{len(result.tensors)} tensors"
+    if as_json:
+        emit_json({"out": str(out), **asdict(result)})
+        return
+    emit_line(f"{out}: {len(result.tensors)} tensors, {result.bytes:,} bytes, digest {result.digest}")
+    emit_line(f"contract {result.contract}, fingerprint {result.fingerprint}")
+    if retune := result.kernel_constants.get("retune"):
+        emit_line(f"note: {retune}")
 
 
 def sample_model(

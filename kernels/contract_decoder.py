@@ -1,0 +1,135 @@
+"""Our own kernel contracts: the stages of the PyPTO programs, for every family and both forms of the down projection.
+
+The argument tables say what a host hands over; scratch arguments are the programs' own business and left out. That the
+programs take exactly these is held by a test, so a program whose interface changes needs a row here.
+"""
+
+from __future__ import annotations
+
+from kernels.contract import (
+    BATCH_WINDOW_ROWS,
+    CONTRACT_VERSION,
+    MAX_ROPE_POSITIONS,
+    PAGE_TOKENS,
+    SHAPE_RULES,
+    SLABS,
+    VOCAB_PAD_MULTIPLE,
+    DownDtype,
+    SlabSpec,
+)
+from kernels.extern import CANN, PROGRAM
+from kernels.shape_rules import ShapeRule
+from kernels.stage_contract import Contract, Limits, Stage, StageArgument
+from quantize.families import FAMILIES, Family
+
+__all__ = ["ABI", "decoder_contract"]
+
+ABI = "pypto-deploy"
+QUANTIZATIONS: dict[DownDtype, str] = {"int8": "w8a8", "bf16": "w8a8-down-bf16"}
+PLACEHOLDER = ("1", "16")
+"""What is handed over for a slab that a family does not have: a row of zeros that the kernel does not read."""
+
+_RULES = (
+    *SHAPE_RULES,
+    ShapeRule("head-tile", "head_dim", "a multiple of", "16", "a head is whole fractals"),
+    ShapeRule("head-limit", "head_dim", "at most", "256", "one head's tile must fit the matrix unit"),
+    ShapeRule("hidden-fractal", "hidden_size", "a multiple of", "32", "INT8 fractals are 32 wide"),
+    ShapeRule("mlp-fractal", "intermediate_size", "a multiple of", "32", "INT8 fractals are 32 wide"),
+)
+
+
+def decoder_contract(family: Family, down: DownDtype) -> Contract:
+    """The contract of `family` with the down projection in `down`."""
+    wanted = {"always", "down_int8" if down == "int8" else "down_bf16"}
+    wanted |= {"qk_norm"} if family.qk_norm else set()
+    wanted |= {"qkv_bias"} if family.qkv_bias else set()
+    slabs = tuple(spec for spec in SLABS if spec.when in wanted)
+    by_name = {spec.name: spec for spec in slabs}
+    return Contract(
+        abi=ABI,
+        family=family.name,
+        quantization=QUANTIZATIONS[down],
+        version=CONTRACT_VERSION,
+        down=down,
+        kv_layout="page,token,head,dim",
+        limits=Limits(BATCH_WINDOW_ROWS, PAGE_TOKENS, VOCAB_PAD_MULTIPLE, MAX_ROPE_POSITIONS),
+        capabilities=("paged_kv", "chunked_prefill", "greedy_sample"),
+        rules=_RULES,
+        slabs=slabs,
+        stages=(_decode_layer(by_name), _lm_head_greedy(by_name), PAGED_ATTENTION),
+    )
+
+
+_LAYER_WEIGHTS = (
+    ("input_rms", "input_rms_weight"),
+    *((name, name) for name in ("wq", "wk", "wv", "wq_scale", "wk_scale", "wv_scale", "q_bias", "k_bias", "v_bias")),
+    ("q_norm", "q_norm_weight"),
+    ("k_norm", "k_norm_weight"),
+    ("wo", "wo"),
+    ("wo_scale", "wo_scale"),
+    ("post_rms", "post_rms_weight"),
+    *((name, name) for name in ("w_gate", "w_up", "w_gate_scale", "w_up_scale", "w_down", "w_down_scale")),
+)
+_ROWS = (
+    StageArgument("cos", "FP32", ("B", "D")),
+    StageArgument("sin", "FP32", ("B", "D")),
+    StageArgument("slots", "INT32", ("B", "1")),
+    StageArgument("context_tokens", "INT32", ("B",)),
+    StageArgument("block_table", "INT32", ("B", "M")),
+)
+_CACHES = (
+    StageArgument("k_cache", "BF16", ("S", "KV"), "inout"),
+    StageArgument("v_cache", "BF16", ("S", "KV"), "inout"),
+)
+PAGED_ATTENTION = Stage(
+    "paged_attention",
+    (
+        StageArgument("q_rows", "BF16", ("B*N", "D")),
+        StageArgument("k_cache", "BF16", ("S", "KV")),
+        StageArgument("v_cache", "BF16", ("S", "KV")),
+        StageArgument("context_tokens", "INT32", ("B",)),
+        StageArgument("block_table", "INT32", ("B", "M")),
+        StageArgument("context_rows", "BF16", ("B*N", "D"), "out"),
+    ),
+    implementations=(PROGRAM, CANN.name),
+    note="every row attends to the context_tokens first tokens of its pages; N query heads a row",
+)
+
+
+def _layer_argument(name: str, spec: SlabSpec | None) -> StageArgument:
+    """One layer's part of a slab: its matrix, or its row as a matrix of one row."""
+    if spec is None:
+        return StageArgument(name, "FP32", PLACEHOLDER)
+    rows = spec.shape[0].removeprefix("L*")
+    return StageArgument(name, spec.dtype, ("1" if rows == "L" else rows, spec.shape[1]), slab=spec.name)
+
+
+def _decode_layer(slabs: dict[str, SlabSpec]) -> Stage:
+    return Stage(
+        "decode_layer",
+        (
+            StageArgument("x", "BF16", ("B", "H")),
+            *(_layer_argument(name, slabs.get(slab)) for name, slab in _LAYER_WEIGHTS),
+            *_ROWS,
+            *_CACHES,
+            StageArgument("out", "BF16", ("B", "H"), "out"),
+        ),
+        note="weights are one layer's; all rows write their keys before any row attends",
+    )
+
+
+def _lm_head_greedy(slabs: dict[str, SlabSpec]) -> Stage:
+    return Stage(
+        "lm_head_greedy",
+        (
+            StageArgument("x", "BF16", ("B", "H")),
+            StageArgument("final_norm", "FP32", ("1", "H"), slab=slabs["final_norm_weight"].name),
+            StageArgument("weight", "BF16", ("V", "H"), slab=slabs["lm_head_weight"].name),
+            StageArgument("logits", "FP32", ("B", "W"), "out"),
+            StageArgument("ids", "INT32", ("B", "1"), "out"),
+        ),
+        note="W is the real vocabulary: padded ids have no logit and never win",
+    )
+
+
+DECODER_CONTRACTS = tuple(decoder_contract(family, down) for family in FAMILIES.values() for down in QUANTIZATIONS)
