@@ -23,7 +23,8 @@ release: $(MODEL)/config.json
 	  --ask "What is 2 + 3?"
 
 test: check $(MODEL)/config.json
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	@# One torch thread each: two that share a core wait for each other at many times the cost.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

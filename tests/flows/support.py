@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -55,3 +56,23 @@ def run_json(*arguments: str, code: int = 0, **extra: str) -> dict[str, Any]:
 def release_arguments(source: Path, store: Path, recipe: Path) -> list[str]:
     """The arguments of a release of `source` under the name `tiny`."""
     return ["release", str(source), "--store", str(store), "--name", "tiny", "--recipe", str(recipe)]
+
+
+def descendants() -> list[str]:
+    """Command lines of all processes that were started by the command line under test."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and FAMILY.encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+def assert_no_process_is_left() -> None:
+    """Wait a while for the processes of ended command lines to end too; fail when one does not."""
+    deadline = time.monotonic() + 20
+    while descendants() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert descendants() == []

@@ -1,12 +1,8 @@
-"""Whole releases of a tiny model: reuse, change, kill and resume, gates, and a worker that follows the champion."""
+"""Whole releases of a tiny model: reuse, change, gates, and a worker that follows the champion."""
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +14,9 @@ from safetensors.torch import load_file, save_file
 from serving.bundle import verify_bundle
 from serving.launch import launched_worker
 from serving.store import BundleStore
-from tests.flows.support import FAMILY, LOOSE_GATES, release_arguments, run_cli, run_json, start_cli
-from tests.tiny_models import make_tiny_llama
+from tests.flows.support import assert_no_process_is_left, release_arguments, run_cli, run_json
 
 STEPS = ["quantize", "stage", "programs", "quality", "tpot"]
-KILL_AT = [*STEPS, "mlflow"]
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
-    path.write_text(LOOSE_GATES)
-    return path
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("source") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def released(source: Path, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    store = tmp_path_factory.mktemp("released") / "store"
-    return store, run_json(*release_arguments(source, store, recipe))
 
 
 def change_one_weight(source: Path, copy: Path) -> Path:
@@ -50,25 +26,6 @@ def change_one_weight(source: Path, copy: Path) -> Path:
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.25
     save_file(tensors, file, metadata={"format": "pt"})
     return copy
-
-
-def descendants() -> list[str]:
-    """Command lines of all processes that were started by the command line under test."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and FAMILY.encode() in (entry / "environ").read_bytes():
-                found.append((entry / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return found
-
-
-def assert_no_process_is_left() -> None:
-    deadline = time.monotonic() + 20
-    while descendants() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert descendants() == []
 
 
 def test_a_release_ends_with_a_champion_and_its_evidence(released: tuple[Path, dict[str, Any]]) -> None:
@@ -154,20 +111,6 @@ def test_a_changed_weight_is_another_bundle_and_reuses_the_programs(
     assert "nothing to roll back to" in stderr
 
 
-def test_damaged_step_outputs_are_made_again(
-    released: tuple[Path, dict[str, Any]], source: Path, recipe: Path, tmp_path: Path
-) -> None:
-    store, first = released
-    copy = tmp_path / "store"
-    shutil.copytree(store, copy)
-    for slabs in copy.glob("work/stage/*/out/*.safetensors"):
-        with slabs.open("r+b") as stream:
-            stream.seek(-1, os.SEEK_END)
-            stream.write(b"\x55")
-    again = run_json(*release_arguments(source, copy, recipe))
-    assert again["digest"] == first["digest"]
-
-
 def test_failed_gates_store_the_bundle_and_keep_the_champion(
     released: tuple[Path, dict[str, Any]], source: Path, tmp_path: Path
 ) -> None:
@@ -183,20 +126,6 @@ def test_failed_gates_store_the_bundle_and_keep_the_champion(
     _, stderr = run_cli("promote", other, "--store", str(store), code=2)
     assert "failed its gates" in stderr
     assert run_json("promote", other, "--force", "--store", str(store))["promoted"] is True
-
-
-def test_two_releases_at_once_on_a_new_store_end_with_the_same_bundle(
-    released: tuple[Path, dict[str, Any]], source: Path, recipe: Path, tmp_path: Path
-) -> None:
-    _, first = released
-    store = tmp_path / "store"
-    runs = [start_cli(*release_arguments(source, store, recipe), "--json") for _ in range(2)]
-    for run in runs:
-        stdout, stderr = run.communicate()
-        assert run.returncode == 0, stderr
-        answer = json.loads(stdout)
-        assert answer["digest"] == first["digest"]
-        assert answer["mlflow_run_id"] is not None, answer["tracking_problem"]
 
 
 @pytest.mark.parametrize("damage", ["no tokenizer", "empty tokenizer", "broken template"])
@@ -215,30 +144,6 @@ def test_a_source_that_no_worker_could_serve_is_refused_first(
     assert "token" in stderr or "template" in stderr
     assert "Traceback" not in stderr
     assert not (tmp_path / "store" / "work").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_kill_at_any_step_resumes_to_the_same_digest(
-    released: tuple[Path, dict[str, Any]], source: Path, recipe: Path, tmp_path: Path
-) -> None:
-    _, undisturbed = released
-    store = tmp_path / "store"
-    for step in KILL_AT:
-        run = start_cli(*release_arguments(source, store, recipe))
-        pattern = "mlflow/mlflow.db" if step == "mlflow" else f"work/{step}/*.tmp-*"
-        while not list(store.glob(pattern)):
-            assert run.poll() is None, run.communicate()
-            time.sleep(0.002)
-        os.kill(run.pid, signal.SIGKILL)
-        run.communicate()
-        assert_no_process_is_left()
-        for bundle in BundleStore(store).bundles():
-            assert verify_bundle(bundle.path) == []
-    resumed = run_json(*release_arguments(source, store, recipe))
-    assert resumed["digest"] == undisturbed["digest"]
-    assert resumed["promoted"] is True
-    assert list(store.glob("work/*/*.tmp-*")) == []
 
 
 def test_weights_of_the_bundle_are_those_of_the_source(source: Path, released: tuple[Path, dict[str, Any]]) -> None:
