@@ -23,6 +23,10 @@ RINT = pypto.CastMode.CAST_RINT
 VECTOR_ROWS = 16
 """Most rows in a vector tile as wide as two matmul tiles: 16 x 512 FP32 values are 32 KB."""
 
+VECTOR_CORES = 48
+ROW_TILE_BYTES = 80 * 1024
+"""Most FP32 bytes in a vector tile of whole rows: two of them, and their narrowed forms, are alive at once."""
+
 _DTYPES = {
     torch.float32: pypto.DT_FP32,
     torch.bfloat16: pypto.DT_BF16,
@@ -60,6 +64,26 @@ def whole(value: Any, valid_rows: Any = None) -> Any:
     return pypto.view(value, [rows, width], [0, 0], valid_shape=[rows if valid_rows is None else valid_rows, width])
 
 
+def row_tile(rows: int, width: int) -> int:
+    """Rows in a vector tile of whole rows: one, or as many as keep the tiles to one wave of cores and fit."""
+    tile = 1
+    while rows > tile * VECTOR_CORES and 2 * tile * width * 4 <= ROW_TILE_BYTES:
+        tile *= 2
+    return tile
+
+
+def reshape_rows(value: Any, shape: list[int], valid_rows: Any = None) -> Any:
+    """`value` in another shape, of which the first `valid_rows` are valid (all, when None).
+
+    A reshape with a valid shape of its own fails in the interpreter's late passes, so all of it is called valid first.
+    A result that is assembled without a further operation is written whole: its target must have room for it.
+    """
+    reshaped = pypto.reshape(value, shape, valid_shape=shape)
+    if valid_rows is None:
+        return reshaped
+    return pypto.view(reshaped, shape, [0] * len(shape), valid_shape=[valid_rows, *shape[1:]])
+
+
 def inverse_rms(x_fp32: Any, width: int, eps: float) -> Any:
     """`1 / sqrt(mean(x^2) + eps)` over the last axis, kept as an axis of one."""
     mean = pypto.div(pypto.sum(pypto.mul(x_fp32, x_fp32), -1, keepdim=True), float(width))
@@ -67,10 +91,10 @@ def inverse_rms(x_fp32: Any, width: int, eps: float) -> Any:
 
 
 def rms_norm_rows(x_fp32: Any, gamma: Any, eps: float, valid_rows: Any = None) -> Any:
-    """RMS-normalise FP32 `[rows, width]` by gamma `[1, width]`; one row per vector tile, so no reduction is split."""
-    width = x_fp32.shape[-1]
+    """RMS-normalise FP32 `[rows, width]` by gamma `[1, width]`; whole rows in a vector tile, so no reduction is split."""
+    rows, width = x_fp32.shape
     x_fp32 = whole(x_fp32, valid_rows)
-    pypto.set_vec_tile_shapes(1, width)
+    pypto.set_vec_tile_shapes(row_tile(rows, width), width)
     return pypto.mul(pypto.mul(x_fp32, inverse_rms(x_fp32, width, eps)), gamma)
 
 
@@ -80,7 +104,7 @@ def quantize_rows(x_bf16: Any, valid_rows: Any = None) -> tuple[Any, Any]:
     INT8 is reached through INT32 and FP16, both exact here: the device has no direct conversion from FP32.
     """
     rows, width = x_bf16.shape
-    pypto.set_vec_tile_shapes(1, width)
+    pypto.set_vec_tile_shapes(row_tile(rows, width), width)
     x_fp32 = to_fp32(whole(x_bf16, valid_rows))
     amax = pypto.clip(pypto.amax(pypto.abs(x_fp32), -1, keepdim=True), ACTIVATION_AMAX_EPS)
     valid = [rows if valid_rows is None else valid_rows, 1]
@@ -110,8 +134,8 @@ def linear_bf16(x_bf16: Any, weight: Any, tile: CubeTile, *, transposed: bool = 
 
 def head_norm(heads_fp32: Any, gamma: Any, eps: float) -> Any:
     """RMS-normalise each head of FP32 `[rows, heads, dim]` by gamma `[1, dim]`."""
-    _, heads, dim = heads_fp32.shape
-    pypto.set_vec_tile_shapes(1, heads, dim)
+    rows, heads, dim = heads_fp32.shape
+    pypto.set_vec_tile_shapes(row_tile(rows, heads * dim), heads, dim)
     normed = pypto.mul(heads_fp32, inverse_rms(heads_fp32, dim, eps))
     return pypto.mul(normed, pypto.expand_clone(pypto.reshape(gamma, [1, 1, dim]), [1, heads, dim]))
 
@@ -120,11 +144,10 @@ def rotate(heads_fp32: Any, cos: Any, sin: Any, valid_rows: Any = None) -> Any:
     """Rotate FP32 `[rows, heads, dim]` by tables FP32 `[rows, dim]`, half split; returns BF16."""
     rows, heads, dim = heads_fp32.shape
     half = dim // 2
-    pypto.set_vec_tile_shapes(1, heads, dim)
+    pypto.set_vec_tile_shapes(row_tile(rows, heads * dim), heads, dim)
     low = pypto.view(heads_fp32, [rows, heads, half], [0, 0, 0])
     high = pypto.view(heads_fp32, [rows, heads, half], [0, 0, half])
-    valid = [rows if valid_rows is None else valid_rows, 1, dim]
-    cos3, sin3 = (pypto.reshape(table, [rows, 1, dim], valid_shape=valid) for table in (cos, sin))
+    cos3, sin3 = (reshape_rows(table, [rows, 1, dim], valid_rows) for table in (cos, sin))
     cos_low, cos_high = (pypto.view(cos3, [rows, 1, half], [0, 0, at]) for at in (0, half))
     sin_low, sin_high = (pypto.view(sin3, [rows, 1, half], [0, 0, at]) for at in (0, half))
     rotated_low = pypto.sub(pypto.mul(low, cos_low), pypto.mul(high, sin_low))
