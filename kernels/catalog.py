@@ -1,8 +1,9 @@
 """Which programs a model needs, and at which shapes each is checked.
 
 Three checks per program: verified at a small shape through all passes, verified at the model's own widths as far as
-memory and disk allow, and simulated at the serving shape (16 rows, 256 tokens of context each). This module decides the
-shapes; `kernels.toolchain` runs them.
+memory and disk allow, and simulated at the serving shape (16 rows, 256 tokens of context each). `decode_step` has no
+check at own width: its code there is that of `decode_layer` and `lm_head_greedy`. This module decides the shapes;
+`kernels.toolchain` runs them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from kernels.contract import BATCH_WINDOW_ROWS, DownDtype, check_limits
 from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
+from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
 from kernels.programs.lm_head import CHUNK_TOKENS, LmHeadGreedy, LmHeadSpec
 from kernels.verdict import ALL_PASSES, EARLY_PASSES
 from quantize.model_config import ModelConfig
@@ -26,6 +28,8 @@ CheckKind = Literal["small", "own width", "simulated"]
 SIMULATED_CONTEXT_TOKENS = 256
 FULL_VERIFY_WEIGHT_BYTES = 24 << 20
 """Largest weights verified through all passes: the late ones write about 24 copies of them to disk."""
+SIMULATED_STEP_LAYERS = 2
+"""Layers in the simulated step: its code does not depend on their number, its memory does."""
 VERIFIED_HEAD_BYTES = 512 << 20
 """Bound on chunks x LM head bytes at verification: the interpreter holds the whole weight once per chunk."""
 
@@ -142,6 +146,7 @@ def programs_for(config: ModelConfig, down: DownDtype = "int8") -> list[ProgramC
     return [
         ProgramCase(DecodeLayer.name, _decode_layer_checks(config, down)),
         ProgramCase(LmHeadGreedy.name, _lm_head_checks(config)),
+        ProgramCase(DecodeStep.name, _decode_step_checks(config, down)),
     ]
 
 
@@ -161,13 +166,7 @@ def _decode_layer_checks(config: ModelConfig, down: DownDtype) -> tuple[Check, .
 
 def _lm_head_checks(config: ModelConfig) -> tuple[Check, ...]:
     small = replace(config, hidden_size=64, vocab_size=300)
-    chunk_bytes = CHUNK_TOKENS * config.hidden_size * 2
-    chunks = max(2, math.isqrt(VERIFIED_HEAD_BYTES // chunk_bytes))
-    own, notes = config, []
-    if chunks * CHUNK_TOKENS < config.vocab_size:
-        # Not a multiple of a chunk, so that the last two overlap as they do in the whole vocabulary.
-        own = replace(config, vocab_size=chunks * CHUNK_TOKENS - 256)
-        notes.append(f"{own.vocab_size} of {config.vocab_size} ids: the interpreter holds the weight once per chunk")
+    own, notes = _with_affordable_vocabulary(config)
     heavy = own.vocab_size * own.hidden_size * 2 > FULL_VERIFY_WEIGHT_BYTES
     if heavy:
         notes.append(_early_note(config))
@@ -181,6 +180,31 @@ def _lm_head_checks(config: ModelConfig) -> tuple[Check, ...]:
         ),
         Check("simulated", LmHeadGreedy(LmHeadSpec.of(config, batch_rows=BATCH_WINDOW_ROWS)), None),
     )
+
+
+def _decode_step_checks(config: ModelConfig, down: DownDtype) -> tuple[Check, ...]:
+    # The second step of the second row starts a page of its own.
+    small = DecodeStepSpec.of(
+        replace(_small_config(config), vocab_size=300), down, (1, 128), layers=2, steps=2, chunk_tokens=128
+    )
+    cut, notes = _with_affordable_vocabulary(config)
+    layers = min(SIMULATED_STEP_LAYERS, config.num_layers)
+    served = DecodeStepSpec.of(cut, down, (SIMULATED_CONTEXT_TOKENS,) * BATCH_WINDOW_ROWS, layers=layers)
+    notes.insert(0, f"{layers} of {config.num_layers} layers")
+    return (
+        Check("small", DecodeStep(small), ALL_PASSES),
+        Check("simulated", DecodeStep(served), None, "; ".join(notes)),
+    )
+
+
+def _with_affordable_vocabulary(config: ModelConfig) -> tuple[ModelConfig, list[str]]:
+    """`config` with as many ids as can be checked with their LM head, and a note if these are not all."""
+    chunks = max(2, math.isqrt(VERIFIED_HEAD_BYTES // (CHUNK_TOKENS * config.hidden_size * 2)))
+    if chunks * CHUNK_TOKENS >= config.vocab_size:
+        return config, []
+    # Not a multiple of a chunk, so that the last two overlap as they do in the whole vocabulary.
+    cut = replace(config, vocab_size=chunks * CHUNK_TOKENS - 256)
+    return cut, [f"{cut.vocab_size} of {config.vocab_size} ids: the interpreter holds the weight once per chunk"]
 
 
 def _small_config(config: ModelConfig) -> ModelConfig:

@@ -53,9 +53,9 @@ class DecodeStepSpec(ProgramSpec):
         ]
         if self.layers < 1 or self.steps < 1:
             problems.append(f"{self.layers} layers and {self.steps} steps; expected at least 1 of each")
-        needed = sum(-(-(tokens + self.steps - 1) // PAGE_TOKENS) for tokens in self.layer.contexts)
-        if needed > self.layer.pages:
-            problems.append(f"the rows' sequences take {needed} pages in all, the cache has {self.layer.pages}")
+        longest = max(self.contexts_at(self.steps - 1))
+        if longest > self.layer.pages * PAGE_TOKENS:
+            problems.append(f"{self.layer.pages} pages cannot hold a context that grows to {longest} tokens")
         if problems:
             raise ProgramError(f"no decode_step program for this shape: {'; '.join(problems)}")
 
@@ -131,7 +131,8 @@ class DecodeStep(Program):
         tensors = self._empty(s.layer.pages * PAGE_TOKENS * s.layers)
         tensors |= {name: torch.cat([one[name] for one in each]) for name in (*_STACKED, *_CACHES)}
         tensors |= {"x": each[0]["x"], "final_norm": head["final_norm"], "lm_head_weight": head["weight"]}
-        generator = torch.Generator().manual_seed(seed)
+        # A seed that no layer has: its first values would be those of `x`.
+        generator = torch.Generator().manual_seed(seed + 1000)
         tensors["embed_weight"] = torch.randn(tensors["embed_weight"].shape, generator=generator).to(torch.bfloat16)
         return tensors | self._sample_rows(torch.randperm(s.layer.pages, generator=generator).tolist())
 

@@ -1,8 +1,9 @@
 """The `pypto` executor: the engine's batches through the PyPTO programs, on an NPU or in the host's interpreter.
 
-Both run the same two programs: `decode_layer` for every layer and `lm_head_greedy` at the end, over windows of up to 16
-token rows. Rows of one sequence may share a window, since a layer writes all keys before any row attends. Without an
-NPU the interpreter takes seconds per layer: it is there to check the programs, not to serve.
+Both run the same programs over windows of up to 16 token rows: `decode_layer` for every layer, then `lm_head_greedy`
+where logits are wanted; or `decode_step`, which is both in one. Rows of one sequence may share a window, since a layer
+writes all keys before any row attends. Without an NPU the interpreter takes seconds per layer: it is there to check the
+programs, not to serve.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from kernels.contract import BATCH_WINDOW_ROWS
 from kernels.errors import KernelsError
-from kernels.interpreter import Call, interpret
+from kernels.interpreter import Call, interpret, run_program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, layer_arguments, row_arguments
+from kernels.programs.decode_step import DecodeStep, DecodeStepSpec, stacked_slabs, step_rows
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.slabs import Slabs
 from serving.errors import ExecutorError
@@ -117,33 +119,70 @@ class HostPrograms:
     so that a row's numbers do not depend on how many rows run beside it.
     """
 
-    def __init__(self, slabs: Slabs, num_pages: int) -> None:
+    def __init__(self, slabs: Slabs, num_pages: int, *, whole_steps: bool = False) -> None:
+        """Caches for `num_pages` pages; with `whole_steps` a window whose logits are wanted is one `decode_step`.
+
+        A whole step pads all its stages to 16 rows, which costs the interpreter more than the calls it saves.
+        """
         config = slabs.config
         self._slabs = slabs
         shape = (config.num_layers, num_pages + 1, PAGE_TOKENS, config.kv_size)
-        self._k_cache = torch.zeros(shape, dtype=torch.bfloat16)
-        self._v_cache = torch.zeros(shape, dtype=torch.bfloat16)
+        self._caches = {name: torch.zeros(shape, dtype=torch.bfloat16) for name in ("k_cache", "v_cache")}
         self._scratch_page = num_pages
+        self._whole_steps = whole_steps
 
     def run(self, window: Window, *, with_logits: bool) -> Tensor | None:
         """Interpret every layer, and the LM head when logits are wanted."""
-        slabs, config = self._slabs, self._slabs.config
-        if slabs.down == "bf16":
+        real_rows = len(window.positions)
+        whole_step = with_logits and self._whole_steps
+        if whole_step or self._slabs.down == "bf16":
             window = window.padded(BATCH_WINDOW_ROWS, self._scratch_page)
         used = sorted({page for row in window.pages for page in row})
         window = window.with_pages({page: index for index, page in enumerate(used)})
-        spec = DecodeLayerSpec.of(config, slabs.down, window.contexts(), pages=len(used))
-        layer, rope = DecodeLayer(spec), (slabs.tensors["rope_cos"], slabs.tensors["rope_sin"])
+        if whole_step:
+            return self._run_step(window, used)[:real_rows]
+        logits = self._run_layers(window, used, with_logits=with_logits)
+        return None if logits is None else logits[:real_rows]
+
+    def close(self) -> None:
+        """Drop the caches."""
+        self._caches = {}
+
+    def _run_step(self, window: Window, used: list[int]) -> Tensor:
+        slabs, config = self._slabs, self._slabs.config
+        spec = DecodeStepSpec.of(config, slabs.down, window.contexts(), pages=len(used))
+        rope = (slabs.tensors["rope_cos"], slabs.tensors["rope_sin"])
+        layer_slots, rows = len(used) * PAGE_TOKENS, len(window.positions)
+        tensors = {
+            "x": window.x,
+            **stacked_slabs(slabs.tensors),
+            **step_rows(window.positions, window.pages, *rope, config.num_layers, layer_slots),
+            **{name: cache[:, used].flatten(0, 2) for name, cache in self._caches.items()},
+            "final_norm": slabs.tensors["final_norm_weight"],
+            "lm_head_weight": slabs.tensors["lm_head_weight"],
+            "embed_weight": slabs.tensors["embed_weight"],
+            "logits": torch.zeros(rows, slabs.real_vocab),
+            "ids": torch.zeros(rows, 1, dtype=torch.int32),
+        }
+        done = run_program(DecodeStep(spec), tensors)
+        for name, cache in self._caches.items():
+            cache[:, used] = done[name].view(config.num_layers, len(used), PAGE_TOKENS, -1)
+        return done["logits"]
+
+    def _run_layers(self, window: Window, used: list[int], *, with_logits: bool) -> Tensor | None:
+        slabs, config = self._slabs, self._slabs.config
+        layer = DecodeLayer(DecodeLayerSpec.of(config, slabs.down, window.contexts(), pages=len(used)))
+        rope = (slabs.tensors["rope_cos"], slabs.tensors["rope_sin"])
         tensors = {"x.0": window.x, **row_arguments(window.positions, window.pages, *rope)}
         rows = {name: name for name in tensors if name != "x.0"}
-        calls, caches = [], []
+        calls: list[Call] = []
+        wanted: list[str] = []
         for index in range(config.num_layers):
             slab = {f"{name}.{index}": value for name, value in layer_arguments(slabs.layer(index)).items()}
-            tensors |= slab
-            tensors[f"k_cache.{index}"] = self._k_cache[index, used].flatten(0, 1)
-            tensors[f"v_cache.{index}"] = self._v_cache[index, used].flatten(0, 1)
-            caches += [f"k_cache.{index}", f"v_cache.{index}"]
-            per_layer = {key.rpartition(".")[0]: key for key in (*slab, *caches[-2:])}
+            pages = {f"{name}.{index}": cache[index, used].flatten(0, 1) for name, cache in self._caches.items()}
+            tensors |= slab | pages
+            wanted += pages
+            per_layer = {key.rpartition(".")[0]: key for key in (*slab, *pages)}
             calls.append(Call(layer, {"x": f"x.{index}", **rows, **per_layer}, {"out": f"x.{index + 1}"}))
         views = {}
         if with_logits:
@@ -156,15 +195,13 @@ class HostPrograms:
                 "final_norm": slabs.tensors["final_norm_weight"],
             }
             views["last_rows"] = ("window", len(window.positions))
-        done = interpret(calls, tensors, [*caches, "logits"] if with_logits else caches, views=views)
-        for index in range(config.num_layers):
-            self._k_cache[index, used] = done[f"k_cache.{index}"].view(len(used), PAGE_TOKENS, -1)
-            self._v_cache[index, used] = done[f"v_cache.{index}"].view(len(used), PAGE_TOKENS, -1)
-        return done.get("logits")
-
-    def close(self) -> None:
-        """Drop the caches."""
-        self._k_cache = self._v_cache = torch.empty(0)
+            wanted.append("logits")
+        done = interpret(calls, tensors, wanted, views=views)
+        logits = done.pop("logits", None)
+        for key, value in done.items():
+            name, _, layer_index = key.rpartition(".")
+            self._caches[name][int(layer_index), used] = value.view(len(used), PAGE_TOKENS, -1)
+        return logits
 
     def _head_call(self) -> Call:
         head = LmHeadGreedy(LmHeadSpec.of(self._slabs.config, BATCH_WINDOW_ROWS))

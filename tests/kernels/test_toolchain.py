@@ -323,11 +323,13 @@ def test_a_model_that_no_program_covers_is_refused(tmp_path: Path) -> None:
 
 def test_the_catalog_lists_14b_at_its_own_widths_and_at_the_serving_shape() -> None:
     assert "qwen3-14b" in BUILTIN_NAMES
-    layer, head = programs_for(builtin_config("qwen3-14b"))
+    layer, head, step = programs_for(builtin_config("qwen3-14b"))
     small, own, simulated = layer.checks
     assert small.passes == ALL_PASSES
     assert (own.program.spec.to_json()["hidden_size"], simulated.program.spec.to_json()["batch_rows"]) == (5120, 16)
     assert "passes up to L1CopyInReuseMerge" in own.note
+    assert [check.kind for check in step.checks] == ["small", "simulated"]
+    assert "2 of 40 layers" in step.checks[1].note
     described = head.describe()
     assert "of 151936 ids" in described["own width"]
     assert "real_vocab=151936" in described["simulated"]
@@ -338,7 +340,8 @@ def test_the_catalog_lists_14b_at_its_own_widths_and_at_the_serving_shape() -> N
 @pytest.mark.slow
 def test_validate_a_tiny_model_end_to_end(tmp_path: Path) -> None:
     seen: list[str] = []
-    reports = validate(CONFIG, cache_dir=_cache_with_calculator(tmp_path), progress=seen.append)
+    names = ["decode_layer", "lm_head_greedy"]
+    reports = validate(CONFIG, names=names, cache_dir=_cache_with_calculator(tmp_path), progress=seen.append)
     assert [(report.name, report.status, report.error) for report in reports] == [
         ("decode_layer", "READY", ""),
         ("lm_head_greedy", "READY", ""),
@@ -349,7 +352,7 @@ def test_validate_a_tiny_model_end_to_end(tmp_path: Path) -> None:
         assert report.simulated_us is not None
         assert report.simulated_us > 0
         assert {Path(path).name for path in report.artifacts} == {"program.json.gz", "timeline.json"}
-    again = validate(CONFIG, cache_dir=tmp_path)
+    again = validate(CONFIG, names=names, cache_dir=tmp_path)
     assert all(report.cached for report in again)
     assert [report.key for report in again] == [report.key for report in reports]
     simulated = validate(CONFIG, cache_dir=tmp_path, names=["lm_head_greedy"], verify=False)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.interpreter import run_program
+from kernels.programs.decode_step import DecodeStep, DecodeStepSpec, stacked_slabs, step_rows
 from kernels.slabs import Slabs, load_slabs
 from kernels.staging import stage_checkpoint
 from quantize.recipe import Recipe
 from quantize.rtn import quantize_checkpoint
 from serving.errors import ExecutorError
-from serving.executor.base import Chunk
+from serving.executor.base import PAGE_TOKENS, Chunk
 from serving.executor.cpu import CpuExecutor
-from serving.executor.pypto import PyptoExecutor
-from tests.tiny_models import make_tiny_qwen3
+from serving.executor.pypto import HostPrograms, PyptoExecutor
+from tests.slab_tools import stage
+from tests.tiny_models import make_tiny_llama, make_tiny_qwen3
 
 PAGES = 4
 
@@ -71,6 +75,50 @@ def test_a_prompt_cut_into_chunks_gives_the_same_bits(executor: PyptoExecutor, s
     last = executor.forward([Chunk(prompt[3:], 3, [2])])
     assert first.shape == (1, slabs.real_vocab)
     assert torch.equal(last[0], whole[3])
+
+
+@pytest.mark.slow
+def test_a_whole_step_gives_what_its_parts_give(slabs: Slabs) -> None:
+    batch = [Chunk([5, 7, 9], 0, [1]), Chunk([11], 0, [3])]
+    opened = PyptoExecutor(slabs, PAGES, HostPrograms(slabs, PAGES, whole_steps=True))
+    expected = golden_executor(slabs).forward(batch)
+    assert torch.allclose(opened.forward(batch), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "layers", "first_token"), [(make_tiny_qwen3, 2, 7), (make_tiny_llama, 1, 11)], ids=["qwen3", "llama"]
+)
+def test_sixteen_tokens_without_the_host_are_the_cpu_executors(
+    make: Callable[..., Path], layers: int, first_token: int, tmp_path: Path
+) -> None:
+    """One call of `decode_step` over sixteen steps: each takes the id of the one before as its token."""
+    make(tmp_path / "model", num_hidden_layers=layers, tie_word_embeddings=False)
+    slabs = stage(tmp_path / "model", tmp_path)
+    config, tensors, steps, pages = slabs.config, slabs.tensors, 16, 2
+    rope = (tensors["rope_cos"], tensors["rope_sin"])
+    cache = torch.zeros(layers * pages * PAGE_TOKENS, config.kv_size, dtype=torch.bfloat16)
+    arguments = {
+        "x": tensors["embed_weight"][[first_token]],
+        **stacked_slabs(tensors),
+        **step_rows([0], [[1]], *rope, layers, pages * PAGE_TOKENS, steps),
+        "final_norm": tensors["final_norm_weight"],
+        "lm_head_weight": tensors["lm_head_weight"],
+        "embed_weight": tensors["embed_weight"],
+        "k_cache": cache,
+        "v_cache": cache.clone(),
+        "logits": torch.zeros(steps, slabs.real_vocab),
+        "ids": torch.zeros(steps, 1, dtype=torch.int32),
+    }
+    program = DecodeStep(DecodeStepSpec.of(config, "int8", (1,), steps=steps, pages=pages))
+    found = run_program(program, arguments)["ids"].flatten().tolist()
+    executor = golden_executor(slabs)
+    expected = [first_token]
+    for position in range(steps):
+        logits = executor.forward([Chunk([expected[-1]], position, [1])])
+        expected.append(int(logits.argmax()))
+    assert found == expected[1:]
+    assert len(set(found)) > 4, "a constant text would show nothing"
 
 
 def test_a_chunk_out_of_range_is_refused_before_anything_runs(executor: PyptoExecutor) -> None:
