@@ -11,9 +11,10 @@ from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
 from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.programs.paged_attention import PagedAttention, PagedAttentionSpec
+from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
 from quantize.rope import RopeScaling
 
-PROGRAM_NAMES = (DecodeLayer.name, LmHeadGreedy.name, DecodeStep.name, PagedAttention.name)
+PROGRAM_NAMES = (DecodeLayer.name, PrefillLayer.name, LmHeadGreedy.name, DecodeStep.name, PagedAttention.name)
 
 
 def program_to_json(program: Program) -> dict[str, Any]:
@@ -29,6 +30,10 @@ def program_from_json(values: Mapping[str, Any]) -> Program:
     if values["name"] == DecodeStep.name:
         layer, head = _decode_layer_spec(spec.pop("layer")), LmHeadSpec(**spec.pop("head"))
         return DecodeStep(DecodeStepSpec(layer, head, **spec))
+    if values["name"] == PrefillLayer.name:
+        scaling = spec.get("rope_scaling")
+        spec["rope_scaling"] = None if scaling is None else RopeScaling(**scaling)
+        return PrefillLayer(PrefillLayerSpec(**{**spec, "chunks": tuple(map(tuple, spec["chunks"]))}))
     if values["name"] == LmHeadGreedy.name:
         return LmHeadGreedy(LmHeadSpec(**spec))
     if values["name"] == PagedAttention.name:

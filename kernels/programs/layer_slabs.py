@@ -1,0 +1,125 @@
+"""One decoder layer's slabs as program arguments: what a shape must obey, dtypes and shapes, samples, the golden's view.
+
+Shared by the programs that run a whole layer. A slab that a family does not have is a placeholder row of 16 zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import torch
+from torch import Generator, Tensor
+
+from kernels.goldens import LayerWeights
+from kernels.programs.base import Argument
+
+__all__ = ["PLACEHOLDER_COLUMNS", "LayerDims", "golden_weights", "sample_slabs", "shape_problems", "slab_arguments"]
+
+PLACEHOLDER_COLUMNS = 16
+"""Width of the zero row handed over for a slab that a family does not have; the kernel does not read it."""
+
+_NORMS = ("input_rms", "post_rms", "q_norm", "k_norm")
+
+
+class LayerDims(Protocol):
+    """The shape fields that every specification of a layer program has."""
+
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102 - the field of the model's configuration
+    @property
+    def intermediate_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_heads(self) -> int: ...  # noqa: D102
+    @property
+    def num_kv_heads(self) -> int: ...  # noqa: D102
+    @property
+    def head_dim(self) -> int: ...  # noqa: D102
+    @property
+    def qk_norm(self) -> bool: ...  # noqa: D102
+    @property
+    def qkv_bias(self) -> bool: ...  # noqa: D102
+    @property
+    def down(self) -> Literal["int8", "bf16"]: ...  # noqa: D102
+
+
+def shape_problems(dims: LayerDims) -> list[str]:
+    """Why no layer kernel covers `dims`, one text per field; empty when one does."""
+    problems = []
+    if dims.num_heads % dims.num_kv_heads:
+        problems.append(f"{dims.num_heads} heads are not a multiple of {dims.num_kv_heads} key/value heads")
+    if dims.head_dim % 16 or not 16 <= dims.head_dim <= 256:
+        problems.append(f"head_dim {dims.head_dim} is not 16, 32, 48, ... 256")
+    for name, size in (("hidden_size", dims.hidden_size), ("intermediate_size", dims.intermediate_size)):
+        if size % 32:
+            problems.append(f"{name} {size} is not a multiple of 32, the INT8 fractal width")
+    return problems
+
+
+def slab_arguments(dims: LayerDims) -> tuple[Argument, ...]:
+    """The slabs of one layer, in call order."""
+    fp32, int8, bf16 = torch.float32, torch.int8, torch.bfloat16
+    q, kv = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
+    bias_q, bias_kv = (q, kv) if dims.qkv_bias else (PLACEHOLDER_COLUMNS, PLACEHOLDER_COLUMNS)
+    norm = dims.head_dim if dims.qk_norm else PLACEHOLDER_COLUMNS
+    hidden, inter = dims.hidden_size, dims.intermediate_size
+    down_is_int8 = dims.down == "int8"
+    return (
+        Argument("input_rms", fp32, (1, hidden)),
+        Argument("wq", int8, (hidden, q)),
+        Argument("wk", int8, (hidden, kv)),
+        Argument("wv", int8, (hidden, kv)),
+        Argument("wq_scale", fp32, (1, q)),
+        Argument("wk_scale", fp32, (1, kv)),
+        Argument("wv_scale", fp32, (1, kv)),
+        Argument("q_bias", fp32, (1, bias_q)),
+        Argument("k_bias", fp32, (1, bias_kv)),
+        Argument("v_bias", fp32, (1, bias_kv)),
+        Argument("q_norm", fp32, (1, norm)),
+        Argument("k_norm", fp32, (1, norm)),
+        Argument("wo", int8, (q, hidden)),
+        Argument("wo_scale", fp32, (1, hidden)),
+        Argument("post_rms", fp32, (1, hidden)),
+        Argument("w_gate", int8, (hidden, inter)),
+        Argument("w_up", int8, (hidden, inter)),
+        Argument("w_gate_scale", fp32, (1, inter)),
+        Argument("w_up_scale", fp32, (1, inter)),
+        Argument("w_down", int8 if down_is_int8 else bf16, (inter, hidden)),
+        Argument("w_down_scale", fp32, (1, hidden if down_is_int8 else PLACEHOLDER_COLUMNS)),
+    )
+
+
+def sample_slabs(dims: LayerDims, generator: Generator) -> dict[str, Tensor]:
+    """Random slabs whose products have about the size of their inputs."""
+    tensors = {}
+    for argument in slab_arguments(dims):
+        shape = [size or 1 for size in argument.shape]
+        if argument.dtype == torch.int8:
+            tensors[argument.name] = torch.randint(-127, 128, shape, dtype=torch.int16, generator=generator).char()
+        elif argument.dtype == torch.bfloat16:
+            values = torch.randn(shape, generator=generator) / math.sqrt(dims.intermediate_size)
+            tensors[argument.name] = values.to(torch.bfloat16)
+        elif argument.name.endswith("_scale"):
+            # Codes have an RMS of 73.
+            depth = dims.intermediate_size if argument.name == "w_down_scale" else dims.hidden_size
+            tensors[argument.name] = (0.5 + torch.rand(shape, generator=generator)) / (73.0 * math.sqrt(depth))
+        elif argument.name in _NORMS:
+            tensors[argument.name] = 0.5 + torch.rand(shape, generator=generator)
+        else:
+            tensors[argument.name] = torch.randn(shape, generator=generator)
+    return tensors
+
+
+def golden_weights(dims: LayerDims, tensors: Mapping[str, Tensor]) -> LayerWeights:
+    """The slabs among `tensors` as the golden takes them: rows of one as vectors, placeholders as None."""
+    absent = set() if dims.qk_norm else {"q_norm", "k_norm"}
+    absent |= set() if dims.qkv_bias else {"q_bias", "k_bias", "v_bias"}
+    absent |= set() if dims.down == "int8" else {"w_down_scale"}
+    return LayerWeights(
+        **{
+            argument.name: tensors[argument.name][0] if argument.shape[0] == 1 else tensors[argument.name]
+            for argument in slab_arguments(dims)
+            if argument.name not in absent
+        }
+    )
