@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kernels.errors import ProgramError
-from kernels.programs.base import Program, check_arguments, compare_outputs
+from kernels.programs.base import Program, check_arguments, compare_outputs, make_outputs
 from kernels.programs.registry import program_from_json
 from kernels.shims import install
 
@@ -101,9 +101,7 @@ def _run(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     for call in request["calls"]:
         program = program_from_json(call["program"])
         bound = {name: tensors[key] for name, key in call["bindings"].items()}
-        for argument in program.arguments():
-            if argument.name not in bound and argument.direction in ("out", "scratch"):
-                bound[argument.name] = torch.zeros([size or 0 for size in argument.shape], dtype=argument.dtype)
+        bound |= make_outputs(program, bound)
         arguments = check_arguments(program, bound)
         build_kernel(program, simulation_options(verify=True))(*arguments)
         tensors.update({key: bound[name] for name, key in call["results"].items()})

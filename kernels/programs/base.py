@@ -7,7 +7,7 @@ through `check_arguments`. This module knows nothing of pypto.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,7 +16,16 @@ from torch import Tensor
 
 from kernels.errors import ProgramError
 
-__all__ = ["Argument", "Comparison", "Program", "ProgramSpec", "check_arguments", "compare_outputs"]
+__all__ = [
+    "Argument",
+    "Comparison",
+    "Program",
+    "ProgramSpec",
+    "check_arguments",
+    "check_rows",
+    "compare_outputs",
+    "make_outputs",
+]
 
 Direction = Literal["in", "out", "inout", "scratch"]
 
@@ -91,6 +100,10 @@ class Program(ABC):
     def check_values(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027 - optional hook
         """Raise ProgramError on values that the kernel would misread silently (slots, pages, lengths)."""
 
+    def dynamic_rows(self, name: str, tensors: Mapping[str, Tensor]) -> int:
+        """Rows of the "out" or "scratch" argument `name` whose first dimension is dynamic: by default the first input's."""
+        return tensors[self.arguments()[0].name].shape[0]
+
     def tolerances(self) -> dict[str, str]:
         """For each output that need not be exact: the tolerance, a key of `TOLERANCES`."""
         return {}
@@ -125,6 +138,26 @@ def check_arguments(program: Program, tensors: Mapping[str, Tensor], *, values: 
     if values:
         program.check_values(tensors)
     return [tensors[argument.name] for argument in arguments]
+
+
+def check_rows(program: str, tensors: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    """Raise ProgramError unless all tensors in `names`, whose rows are dynamic, have as many rows as the first."""
+    rows = {name: tensors[name].shape[0] for name in names}
+    if len(set(rows.values())) > 1:
+        wrong = ", ".join(f"`{name}` {count}" for name, count in rows.items())
+        raise ProgramError(f"{program} cannot be called: rows differ: {wrong}; pass as many of each")
+
+
+def make_outputs(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Zeroed tensors for the "out" and "scratch" arguments that `tensors` lacks, sized for the inputs among them."""
+    return {
+        argument.name: torch.zeros(
+            [program.dynamic_rows(argument.name, tensors) if size is None else size for size in argument.shape],
+            dtype=argument.dtype,
+        )
+        for argument in program.arguments()
+        if argument.name not in tensors and argument.direction in ("out", "scratch")
+    }
 
 
 def compare_outputs(

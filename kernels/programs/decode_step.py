@@ -76,7 +76,7 @@ class DecodeStepSpec(ProgramSpec):
             pages = 1 + sum(-(-(tokens + steps - 1) // PAGE_TOKENS) for tokens in contexts)
         return cls(
             layer=DecodeLayerSpec.of(config, "bf16" if down == "bf16" else "int8", contexts, pages),
-            head=LmHeadSpec.of(config, len(contexts), chunk_tokens),
+            head=LmHeadSpec.of(config, len(contexts), chunk_tokens, window_rows=len(contexts)),
             layers=config.num_layers if layers is None else layers,
             steps=steps,
         )

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.contract import padded_vocab
+from kernels.contract import BATCH_WINDOW_ROWS, padded_vocab
 from kernels.errors import ProgramError
 from kernels.goldens import greedy, lm_head
-from kernels.programs.base import Argument, Program, ProgramSpec
+from kernels.programs.base import Argument, Program, ProgramSpec, check_rows
+from kernels.programs.vocabulary import VocabularyChunks
 from quantize.model_config import ModelConfig
 
 __all__ = ["CHUNK_TOKENS", "LmHeadGreedy", "LmHeadSpec"]
@@ -26,8 +27,12 @@ CHUNK_TOKENS = 6144
 
 
 @dataclass(frozen=True)
-class LmHeadSpec(ProgramSpec):
-    """Shape of the LM head over `batch_rows` hidden rows; `padded_vocab` rows of weight, `real_vocab` of them real."""
+class LmHeadSpec(ProgramSpec, VocabularyChunks):
+    """Shape of the LM head; `padded_vocab` rows of weight, `real_vocab` of them real.
+
+    The program takes any number of hidden rows, in windows of `window_rows`; `batch_rows` of them are in the sample
+    inputs.
+    """
 
     hidden_size: int
     real_vocab: int
@@ -35,6 +40,7 @@ class LmHeadSpec(ProgramSpec):
     rms_norm_eps: float
     batch_rows: int
     chunk_tokens: int
+    window_rows: int = BATCH_WINDOW_ROWS
 
     def __post_init__(self) -> None:
         problems = []
@@ -46,11 +52,19 @@ class LmHeadSpec(ProgramSpec):
             problems.append(f"chunk_tokens {self.chunk_tokens} is not a multiple of 32 in 32..{self.real_vocab}")
         if self.batch_rows < 1:
             problems.append(f"batch_rows {self.batch_rows} must be at least 1")
+        if self.window_rows < 1:
+            problems.append(f"window_rows {self.window_rows} must be at least 1")
         if problems:
             raise ProgramError(f"no lm_head_greedy program for this shape: {'; '.join(problems)}")
 
     @classmethod
-    def of(cls, config: ModelConfig, batch_rows: int, chunk_tokens: int = CHUNK_TOKENS) -> LmHeadSpec:
+    def of(
+        cls,
+        config: ModelConfig,
+        batch_rows: int,
+        chunk_tokens: int = CHUNK_TOKENS,
+        window_rows: int = BATCH_WINDOW_ROWS,
+    ) -> LmHeadSpec:
         """The LM head of `config`; the chunk is at most the real vocabulary, in blocks of 256 or 32."""
         unit = 256 if config.vocab_size >= 256 else 32
         return cls(
@@ -60,37 +74,8 @@ class LmHeadSpec(ProgramSpec):
             rms_norm_eps=config.rms_norm_eps,
             batch_rows=batch_rows,
             chunk_tokens=min(chunk_tokens, config.vocab_size // unit * unit),
+            window_rows=window_rows,
         )
-
-    @property
-    def chunks(self) -> int:
-        """Number of chunks that cover the real ids; the last may overlap the one before."""
-        return -(-self.real_vocab // self.chunk_tokens)
-
-    @property
-    def last_chunk_start(self) -> int:
-        """First id of the last chunk."""
-        return self.real_vocab - self.chunk_tokens
-
-    @property
-    def overlap_tokens(self) -> int:
-        """Ids that the last chunk shares with the one before."""
-        return self.chunks * self.chunk_tokens - self.real_vocab
-
-    @property
-    def block_tokens(self) -> int:
-        """Columns of one matmul tile, the unit in which maxima are taken: the widest up to 256 that divides a chunk."""
-        return next(width for width in range(256, 0, -32) if self.chunk_tokens % width == 0)
-
-    @property
-    def chunk_blocks(self) -> int:
-        """Blocks in a chunk."""
-        return self.chunk_tokens // self.block_tokens
-
-    @property
-    def block_columns(self) -> int:
-        """Columns of the scratch with one value a block, in whole 32-byte units, which vector tiles need."""
-        return -(-self.chunks * self.chunk_blocks // 8) * 8
 
 
 class LmHeadGreedy(Program):
@@ -105,14 +90,14 @@ class LmHeadGreedy(Program):
         s = self.spec
         fp32, bf16 = torch.float32, torch.bfloat16
         return (
-            Argument("x", bf16, (s.batch_rows, s.hidden_size)),
+            Argument("x", bf16, (None, s.hidden_size)),
             Argument("final_norm", fp32, (1, s.hidden_size)),
             Argument("weight", bf16, (s.padded_vocab, s.hidden_size)),
-            Argument("normed_rows", bf16, (s.batch_rows, s.hidden_size), "scratch"),
-            Argument("block_maxima", fp32, (s.batch_rows, s.block_columns), "scratch"),
-            Argument("block_ids", fp32, (s.batch_rows, s.block_columns), "scratch"),
-            Argument("logits", fp32, (s.batch_rows, s.real_vocab), "out"),
-            Argument("ids", torch.int32, (s.batch_rows, 1), "out"),
+            Argument("normed_rows", bf16, (s.window_rows, s.hidden_size), "scratch"),
+            Argument("block_maxima", fp32, (s.window_rows, s.block_columns), "scratch"),
+            Argument("block_ids", fp32, (s.window_rows, s.block_columns), "scratch"),
+            Argument("logits", fp32, (None, s.real_vocab), "out"),
+            Argument("ids", torch.int32, (None, 1), "out"),
         )
 
     def sample_inputs(self, seed: int) -> dict[str, Tensor]:
@@ -136,11 +121,19 @@ class LmHeadGreedy(Program):
 
     def shape_inputs(self) -> dict[str, Tensor]:
         """Zeros: no value steers the control flow."""
-        return {a.name: torch.zeros([size or 1 for size in a.shape], dtype=a.dtype) for a in self.arguments()}
+        rows = self.spec.batch_rows
+        return {
+            a.name: torch.zeros([rows if size is None else size for size in a.shape], dtype=a.dtype)
+            for a in self.arguments()
+        }
 
     def units(self) -> int:
-        """Norm, one body per chunk, sample."""
-        return 2 + self.spec.chunks
+        """For every window norm, one body per chunk, sample."""
+        return -(-self.spec.batch_rows // self.spec.window_rows) * (2 + self.spec.chunks)
+
+    def check_values(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse outputs with another number of rows than the input."""
+        check_rows(self.name, tensors, ("x", "logits", "ids"))
 
     def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Logits of the real vocabulary and the greedy ids."""
@@ -154,7 +147,8 @@ class LmHeadGreedy(Program):
         return {"logits": "FP32 summation order"}
 
     def hbm_bytes(self, tensors: Mapping[str, Tensor]) -> int:
-        """The weight's real rows once, the norm, the hidden rows, and the logits written."""
+        """The weight's real rows once a window, the norm, the hidden rows, and the logits written."""
         s = self.spec
-        read = s.real_vocab * s.hidden_size * 2 + s.hidden_size * 4 + s.batch_rows * s.hidden_size * 2
+        windows = -(-s.batch_rows // s.window_rows)
+        read = windows * s.real_vocab * s.hidden_size * 2 + s.hidden_size * 4 + s.batch_rows * s.hidden_size * 2
         return read + s.batch_rows * s.real_vocab * 4 + s.batch_rows * 4

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.contract import BATCH_WINDOW_ROWS
 from kernels.program_runner import build_kernel
-from kernels.programs.base import Program, check_arguments
+from kernels.programs.base import check_arguments, make_outputs
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, layer_arguments, row_arguments
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.slabs import Slabs
@@ -49,8 +49,9 @@ class NpuPrograms:
             "weight": slabs.tensors["lm_head_weight"],
             "final_norm": slabs.tensors["final_norm_weight"],
         }
-        self._head_tensors = {**self._made(self._head), **self._moved(head_slabs)}
-        self._scratch = self._made(self._layer)
+        window = torch.zeros(BATCH_WINDOW_ROWS, config.hidden_size, dtype=torch.bfloat16)
+        self._head_tensors = {**self._moved(make_outputs(self._head, {"x": window})), **self._moved(head_slabs)}
+        self._scratch = self._moved(make_outputs(self._layer, {"x": window}))
 
     def run(self, window: Window, *, with_logits: bool) -> Tensor | None:
         """Run every layer on the device, and the LM head when logits are wanted."""
@@ -81,13 +82,3 @@ class NpuPrograms:
 
     def _moved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self._device) for name, tensor in tensors.items()}
-
-    def _made(self, program: Program) -> dict[str, Tensor]:
-        """Zeroed tensors for the arguments that only the program reads and writes, and for its outputs."""
-        return {
-            argument.name: torch.zeros(
-                [size or 0 for size in argument.shape], dtype=argument.dtype, device=self._device
-            )
-            for argument in program.arguments()
-            if argument.direction in ("out", "scratch")
-        }
