@@ -1,4 +1,4 @@
-"""The verbs on PyPTO programs: `programs list|verify|simulate`."""
+"""The verbs on PyPTO programs: `programs list|verify|simulate`; `flows.cli.estimates` adds what they promise."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from flows import console
+from flows.cli import estimates
 from flows.cli.output import JSON_OPTION, FailedError, emit_json, emit_table
 from flows.settings import UsageError
 
@@ -20,10 +21,13 @@ PROGRAM_OPTION = typer.Option(None, "--program", help="Only this program (repeat
 
 def register(app: typer.Typer) -> None:
     """Add the group to `app`."""
-    group = typer.Typer(help="PyPTO programs of a model: list, verify, simulate.", no_args_is_help=True)
+    group = typer.Typer(
+        help="PyPTO programs of a model: list, verify, simulate, estimate; kernel contracts.", no_args_is_help=True
+    )
     group.command("list")(list_programs)
     group.command()(verify)
     group.command()(simulate)
+    estimates.register(group)
     app.add_typer(group, name="programs")
 
 

@@ -44,3 +44,27 @@ def test_what_pypto_lib_does_not_take_is_refused(
     assert stdout == ""
     assert words in stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_contracts_are_listed_with_what_fits_a_model() -> None:
+    rows = {
+        row["contract"]: row["fits"] for row in run_json("programs", "contracts", "--model", "qwen3-8b")["contracts"]
+    }
+    assert rows["pypto-lib/qwen3/w8a8-down-bf16"] == rows["pypto-deploy/qwen3/w8a8"] == "yes"
+    assert rows["pypto-deploy/llama/w8a8"] == "family is qwen3, expected llama"
+    shown = run_json("programs", "contracts", "--show", "pypto-lib/qwen3/w8a8-down-bf16")
+    assert [len(stage["arguments"]) for stage in shown["stages"]] == [29, 31, 2, 4]
+
+
+def test_estimate_simulates_and_writes_table_picture_and_json(tmp_path: Path) -> None:
+    source = make_tiny_qwen3(tmp_path / "tiny", num_hidden_layers=3)
+    grid = ["--batch", "1", "--context", "128", "--simulated-batch", "1", "--simulated-context", "128"]
+    answer = run_json("programs", "estimate", str(source), *grid, "--out", str(tmp_path / "out"))
+    (first,) = answer["cells"]
+    assert first["origin"] == "simulated"
+    assert first["layer_simulated_us"] > 0
+    assert first["step_us"] == pytest.approx(3 * first["layer_us"] + first["head_us"], rel=1e-3)
+    assert first["hbm_floor_us"] < first["step_us"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"estimate.md", "estimate.json", "estimate.png"}
+    _, stderr = run_cli("programs", "estimate", str(source), *grid[2:], "--batch", "2", code=2)
+    assert "nothing is extrapolated" in stderr
