@@ -10,14 +10,17 @@ from kernels.tile_rules import (
     L0_BYTES,
     L1_BYTES,
     M_ROWS_IN_L1,
+    UB_BYTES,
+    UNIT_BYTES,
     CubeTile,
     check_cube_tile,
     check_vector_tile,
 )
 
-__all__ = ["CubeTile", "check_cube_tile", "check_vector_tile", "choose_cube_tile", "vector_columns"]
+__all__ = ["CubeTile", "check_cube_tile", "check_vector_tile", "choose_cube_tile", "row_columns", "vector_columns"]
 
 CUBE_CORES = 24
+FP32_IN_AND_OUT_BYTES = 8
 COPY_BYTES = 320 * 1024
 """Size that one copy of a weight tile into L1 aims at: larger copies amortise the fixed 0.8 us per copy."""
 
@@ -51,6 +54,16 @@ def choose_cube_tile(k: int, n: int, element_bytes: int, rows: int = FRACTAL, co
     tile = CubeTile(m, depth, left, right, columns)
     check_cube_tile(tile, element_bytes)
     return tile
+
+
+def row_columns(width: int) -> int:
+    """Columns of a vector tile over FP32 rows of `width`: the whole row, or its fewest equal parts that fit.
+
+    An operation has its input and its output in the unified buffer, 8 bytes an element: rows of more than 24,576
+    elements (the MLP of Qwen3-32B has 25,600) are cut, and their reductions then take a pass of their own.
+    """
+    parts = -(-width * FP32_IN_AND_OUT_BYTES // UB_BYTES)
+    return min(width, _round_up(-(-width // parts), UNIT_BYTES))
 
 
 def vector_columns(width: int, preferred: int) -> int:

@@ -13,7 +13,7 @@ import pypto
 import torch
 
 from kernels.programs.base import Program
-from kernels.tiles import CubeTile
+from kernels.tiles import CubeTile, row_columns
 from quantize.numerics import ACTIVATION_AMAX_EPS, INT8_MAX
 
 RINT = pypto.CastMode.CAST_RINT
@@ -104,7 +104,7 @@ def quantize_rows(x_bf16: Any, valid_rows: Any = None) -> tuple[Any, Any]:
     INT8 is reached through INT32 and FP16, both exact here: the device has no direct conversion from FP32.
     """
     rows, width = x_bf16.shape
-    pypto.set_vec_tile_shapes(row_tile(rows, width), width)
+    pypto.set_vec_tile_shapes(row_tile(rows, width), row_columns(width))
     x_fp32 = to_fp32(whole(x_bf16, valid_rows))
     amax = pypto.clip(pypto.amax(pypto.abs(x_fp32), -1, keepdim=True), ACTIVATION_AMAX_EPS)
     valid = [rows if valid_rows is None else valid_rows, 1]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kernels.errors import ProgramError
-from kernels.tiles import CubeTile, check_cube_tile, check_vector_tile, choose_cube_tile
+from kernels.tiles import CubeTile, check_cube_tile, check_vector_tile, choose_cube_tile, row_columns
 
 GOOD = CubeTile(m=16, k_l0=256, k_left=5120, k_right=1280, n=256)
 
@@ -48,3 +48,11 @@ def test_a_linear_is_spread_over_the_cores_in_one_wave_where_it_can_be() -> None
     for k, n in ((5120, 5120), (5120, 1024), (17408, 5120), (576, 1536)):
         tasks = -(-n // choose_cube_tile(k, n, 1).n)
         assert 16 <= tasks <= 24
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"), [(576, 576), (17408, 17408), (24576, 24576), (25600, 12800), (49184, 16416)]
+)
+def test_a_row_is_one_tile_where_it_fits_and_few_equal_ones_elsewhere(width: int, columns: int) -> None:
+    assert row_columns(width) == columns
+    check_vector_tile(1, columns, 8)
