@@ -245,3 +245,12 @@ def forward(
 def greedy(logits: Tensor, real_vocab: int) -> Tensor:
     """Ids INT64 `[rows]` of the largest logit below `real_vocab`; ties go to the lowest id; padded ids never win."""
     return logits[:, :real_vocab].argmax(dim=-1)
+
+
+def top_ids(logits: Tensor, real_vocab: int, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits below `real_vocab` and their INT64 ids, `[rows, count]` each, largest first.
+
+    Ties go to the lowest id, at the last place too.
+    """
+    values, ids = logits[:, :real_vocab].sort(dim=-1, descending=True, stable=True)
+    return values[:, :count].contiguous(), ids[:, :count].contiguous()

@@ -100,8 +100,11 @@ class Program(ABC):
     def check_values(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027 - optional hook
         """Raise ProgramError on values that the kernel would misread silently (slots, pages, lengths)."""
 
+    def check_tiles(self) -> None:  # noqa: B027 - optional hook
+        """Raise ProgramError, naming site and rule, when a tile of the kernel cannot be laid out at this shape."""
+
     def dynamic_rows(self, name: str, tensors: Mapping[str, Tensor]) -> int:
-        """Rows of the "out" or "scratch" argument `name` whose first dimension is dynamic: by default the first input's."""
+        """Rows of the "out" or "scratch" argument `name`, where they are dynamic: by default the first input's."""
         return tensors[self.arguments()[0].name].shape[0]
 
     def tolerances(self) -> dict[str, str]:

@@ -91,7 +91,7 @@ def inverse_rms(x_fp32: Any, width: int, eps: float) -> Any:
 
 
 def rms_norm_rows(x_fp32: Any, gamma: Any, eps: float, valid_rows: Any = None) -> Any:
-    """RMS-normalise FP32 `[rows, width]` by gamma `[1, width]`; whole rows in a vector tile, so no reduction is split."""
+    """RMS-normalise FP32 `[rows, width]` by gamma `[1, width]`; tiles of whole rows, so no reduction is split."""
     rows, width = x_fp32.shape
     x_fp32 = whole(x_fp32, valid_rows)
     pypto.set_vec_tile_shapes(row_tile(rows, width), width)

@@ -1,4 +1,4 @@
-"""One decoder layer's slabs as program arguments: what a shape must obey, dtypes and shapes, samples, the golden's view.
+"""One decoder layer's slabs as program arguments: rules for a shape, dtypes and shapes, samples, the golden's view.
 
 Shared by the programs that run a whole layer. A slab that a family does not have is a placeholder row of 16 zeros.
 """

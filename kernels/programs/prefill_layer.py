@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -167,6 +168,11 @@ class PrefillLayer(Program):
         """Rows of the scratch for `tokens` token rows: whole windows."""
         return -(-tokens // self.spec.window_rows) * self.spec.window_rows
 
+    def dynamic_rows(self, name: str, tensors: Mapping[str, Tensor]) -> int:
+        """Whole windows for the scratch of projected rows, the tokens' rows for the rest."""
+        tokens = tensors["x"].shape[0]
+        return self.padded_rows(tokens) if name in ("q_rows", "k_rows", "v_rows") else tokens
+
     def units(self) -> int:
         """Two bodies per window; one per 16 rows; one per page seen by each block of queries of each head."""
         s = self.spec
@@ -231,7 +237,7 @@ class PrefillLayer(Program):
         starts, slots = tensors["row_starts"].tolist(), tensors["slots"].flatten().tolist()
         table, tokens = tensors["block_table"], tensors["x"].shape[0]
         problems = []
-        if starts[0] != 0 or starts[-1] != tokens or any(b <= a for a, b in zip(starts, starts[1:], strict=False)):
+        if starts[0] != 0 or starts[-1] != tokens or any(b <= a for a, b in pairwise(starts)):
             return [f"row_starts {starts} must rise from 0 to {tokens}, at least one row a sequence"]
         if len(set(slots)) != len(slots):
             problems.append("slots are not distinct")

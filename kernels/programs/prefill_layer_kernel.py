@@ -143,7 +143,9 @@ def _store(value: Any, first: Any, target: Any) -> None:
     Rows that are not valid are written too: a reshaped value has lost its valid shape. Scratch has room for them.
     """
     rows, width = value.shape
-    part = min(CACHE_ROWS, 2 * blocks.row_tile(rows * blocks.VECTOR_CORES, width))
+    part = CACHE_ROWS
+    while part * width * 2 > blocks.ROW_TILE_BYTES:
+        part //= 2
     for at in range(0, rows, part):
         pypto.assemble(pypto.view(value, [part, width], [at, 0], valid_shape=[part, width]), [first + at, 0], target)
 

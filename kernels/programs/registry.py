@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kernels.errors import ProgramError
 from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
 from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
+from kernels.programs.embedding import EmbeddingGather, EmbeddingGatherSpec
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.programs.paged_attention import PagedAttention, PagedAttentionSpec
 from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
+from kernels.programs.sampling import GreedySample, GreedySampleSpec, TopkSelect, TopkSelectSpec
 from quantize.rope import RopeScaling
-
-PROGRAM_NAMES = (DecodeLayer.name, PrefillLayer.name, LmHeadGreedy.name, DecodeStep.name, PagedAttention.name)
 
 
 def program_to_json(program: Program) -> dict[str, Any]:
@@ -24,24 +24,43 @@ def program_to_json(program: Program) -> dict[str, Any]:
 
 def program_from_json(values: Mapping[str, Any]) -> Program:
     """The program that `program_to_json` described; raises ProgramError for an unknown name."""
-    spec = dict(values["spec"])
-    if values["name"] == DecodeLayer.name:
-        return DecodeLayer(_decode_layer_spec(spec))
-    if values["name"] == DecodeStep.name:
-        layer, head = _decode_layer_spec(spec.pop("layer")), LmHeadSpec(**spec.pop("head"))
-        return DecodeStep(DecodeStepSpec(layer, head, **spec))
-    if values["name"] == PrefillLayer.name:
-        scaling = spec.get("rope_scaling")
-        spec["rope_scaling"] = None if scaling is None else RopeScaling(**scaling)
-        return PrefillLayer(PrefillLayerSpec(**{**spec, "chunks": tuple(map(tuple, spec["chunks"]))}))
-    if values["name"] == LmHeadGreedy.name:
-        return LmHeadGreedy(LmHeadSpec(**spec))
-    if values["name"] == PagedAttention.name:
-        return PagedAttention(PagedAttentionSpec(**{**spec, "contexts": tuple(spec["contexts"])}))
-    raise ProgramError(f"no program is called {values['name']!r}; expected one of {', '.join(PROGRAM_NAMES)}")
+    read = _READERS.get(values["name"])
+    if read is None:
+        raise ProgramError(f"no program is called {values['name']!r}; expected one of {', '.join(PROGRAM_NAMES)}")
+    return read(dict(values["spec"]))
 
 
-def _decode_layer_spec(values: Mapping[str, Any]) -> DecodeLayerSpec:
-    scaling = values.get("rope_scaling")
-    rope_scaling = None if scaling is None else RopeScaling(**scaling)
-    return DecodeLayerSpec(**{**values, "contexts": tuple(values["contexts"]), "rope_scaling": rope_scaling})
+def _decode_layer_spec(spec: Mapping[str, Any]) -> DecodeLayerSpec:
+    return DecodeLayerSpec(**{**spec, "contexts": tuple(spec["contexts"]), "rope_scaling": _rope_scaling(spec)})
+
+
+def _decode_step(spec: dict[str, Any]) -> DecodeStep:
+    layer, head = _decode_layer_spec(spec.pop("layer")), LmHeadSpec(**spec.pop("head"))
+    return DecodeStep(DecodeStepSpec(layer, head, **spec))
+
+
+def _prefill_layer(spec: dict[str, Any]) -> PrefillLayer:
+    chunks = tuple((before, new) for before, new in spec["chunks"])
+    return PrefillLayer(PrefillLayerSpec(**{**spec, "chunks": chunks, "rope_scaling": _rope_scaling(spec)}))
+
+
+def _paged_attention(spec: dict[str, Any]) -> PagedAttention:
+    return PagedAttention(PagedAttentionSpec(**{**spec, "contexts": tuple(spec["contexts"])}))
+
+
+def _rope_scaling(spec: Mapping[str, Any]) -> RopeScaling | None:
+    scaling = spec.get("rope_scaling")
+    return None if scaling is None else RopeScaling(**scaling)
+
+
+_READERS: dict[str, Callable[[dict[str, Any]], Program]] = {
+    DecodeLayer.name: lambda spec: DecodeLayer(_decode_layer_spec(spec)),
+    PrefillLayer.name: _prefill_layer,
+    LmHeadGreedy.name: lambda spec: LmHeadGreedy(LmHeadSpec(**spec)),
+    DecodeStep.name: _decode_step,
+    PagedAttention.name: _paged_attention,
+    GreedySample.name: lambda spec: GreedySample(GreedySampleSpec(**spec)),
+    TopkSelect.name: lambda spec: TopkSelect(TopkSelectSpec(**spec)),
+    EmbeddingGather.name: lambda spec: EmbeddingGather(EmbeddingGatherSpec(**spec)),
+}
+PROGRAM_NAMES = tuple(_READERS)

@@ -84,7 +84,7 @@ def project_rows(
 
 
 def finish_rows(spec: Any, x: Any, context: Any, weights: FinishWeights, valid_rows: Any) -> Any:
-    """Output projection, residual and SwiGLU MLP; the residual stays FP32 and is narrowed once, to BF16 `[rows, hidden]`.
+    """Output projection, residual and SwiGLU MLP; the residual stays FP32 and is narrowed once, to BF16.
 
     `x` BF16 `[rows, hidden]` is the layer's input, `context` BF16 `[rows, heads * dim]` the attention's output.
     """
