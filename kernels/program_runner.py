@@ -44,7 +44,8 @@ def main() -> int:
 
 
 def build_kernel(program: Program, options: Mapping[str, Any]) -> Any:
-    """Build the program's kernel, refusing one whose parameters are not the program's arguments, in order."""
+    """Build the program's kernel, refusing tiles that break a rule, and parameters that are not its arguments."""
+    program.check_tiles()
     kernel = import_module(program.kernel_module).build(program, dict(options))
     names = list(inspect.signature(kernel._original_func).parameters)
     expected = [argument.name for argument in program.arguments()]

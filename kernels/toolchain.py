@@ -100,8 +100,16 @@ def check_key(check: Check) -> str:
 
 
 def run_check(check: Check, cache: CheckCache, calculator_root: Path, timeout_s: float) -> CheckResult:
-    """The result of `check`, from `cache` or by running it; only a passed check is kept."""
+    """The result of `check`, from `cache` or by running it; only a passed check is kept.
+
+    A tile that breaks a rule is a failed check at once, before anything is built.
+    """
     key = check_key(check)
+    try:
+        check.program.check_tiles()
+    except ProgramError as error:
+        shape = check.program.spec.to_json()
+        return CheckResult(kind=check.kind, key=key, shape=shape, ok=False, error=str(error), note=check.note)
     known = cache.get(key)
     if known is not None:
         return known

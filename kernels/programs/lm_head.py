@@ -18,6 +18,7 @@ from kernels.errors import ProgramError
 from kernels.goldens import greedy, lm_head
 from kernels.programs.base import Argument, Program, ProgramSpec, check_rows
 from kernels.programs.vocabulary import VocabularyChunks
+from kernels.tile_plan import check_head_tiles
 from quantize.model_config import ModelConfig
 
 __all__ = ["CHUNK_TOKENS", "LmHeadGreedy", "LmHeadSpec"]
@@ -99,6 +100,11 @@ class LmHeadGreedy(Program):
             Argument("logits", fp32, (None, s.real_vocab), "out"),
             Argument("ids", torch.int32, (None, 1), "out"),
         )
+
+    def check_tiles(self) -> None:
+        """The tiles around the matmul of a chunk, with all rows of a window."""
+        s = self.spec
+        check_head_tiles(s.hidden_size, s.chunk_tokens, s.block_tokens, s.window_rows)
 
     def sample_inputs(self, seed: int) -> dict[str, Tensor]:
         """Random rows; ties planted within and across chunks, and a row that id 0 and its padding copies win."""
