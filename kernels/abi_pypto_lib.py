@@ -165,6 +165,7 @@ PYPTO_LIB_QWEN3_A8W8 = Contract(
     rules=_RULES,
     slabs=_SLABS,
     stages=(_DECODE, _PREFILL, _GREEDY_SAMPLE, _TOPK_SELECT),
+    execution=(("prefill", ("prefill",)), ("decode", ("decode", "greedy_sample"))),
     fixed_sizes=(("P", MAX_SEQ),),
 )
 

@@ -26,6 +26,7 @@ __all__ = ["ABI", "decoder_contract"]
 
 ABI = "pypto-deploy"
 QUANTIZATIONS: dict[DownDtype, str] = {"int8": "w8a8", "bf16": "w8a8-down-bf16"}
+TOP_IDS = 32
 PLACEHOLDER = ("1", "16")
 """What is handed over for a slab that a family does not have: a row of zeros that the kernel does not read."""
 
@@ -53,10 +54,30 @@ def decoder_contract(family: Family, down: DownDtype) -> Contract:
         down=down,
         kv_layout="page,token,head,dim",
         limits=Limits(BATCH_WINDOW_ROWS, PAGE_TOKENS, VOCAB_PAD_MULTIPLE, MAX_ROPE_POSITIONS),
-        capabilities=("paged_kv", "chunked_prefill", "greedy_sample"),
+        capabilities=(
+            "paged_kv",
+            "chunked_prefill",
+            "dynamic_batch",
+            "device_embedding",
+            "device_greedy_sampling",
+            "topk_select",
+        ),
         rules=_RULES,
         slabs=slabs,
-        stages=(_decode_layer(by_name), _lm_head_greedy(by_name), PAGED_ATTENTION),
+        stages=(
+            EMBEDDING_GATHER,
+            _prefill_layer(by_name),
+            _decode_layer(by_name),
+            _decode_step(by_name),
+            LM_HEAD_GREEDY,
+            GREEDY_SAMPLE,
+            TOPK_SELECT,
+            PAGED_ATTENTION,
+        ),
+        execution=(
+            ("prefill", ("embedding_gather", "prefill_layer", "lm_head_greedy")),
+            ("decode", ("decode_step",)),
+        ),
     )
 
 
@@ -70,6 +91,12 @@ _LAYER_WEIGHTS = (
     ("post_rms", "post_rms_weight"),
     *((name, name) for name in ("w_gate", "w_up", "w_gate_scale", "w_up_scale", "w_down", "w_down_scale")),
 )
+_FAMILY_WEIGHTS = ("q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
+_STACKED_WEIGHTS = (
+    *(weight for weight in _LAYER_WEIGHTS if weight[0] not in _FAMILY_WEIGHTS),
+    *(weight for name in _FAMILY_WEIGHTS for weight in _LAYER_WEIGHTS if weight[0] == name),
+)
+"""`decode_step` takes what not every family has last."""
 _ROWS = (
     StageArgument("cos", "FP32", ("B", "D")),
     StageArgument("sin", "FP32", ("B", "D")),
@@ -96,12 +123,54 @@ PAGED_ATTENTION = Stage(
 )
 
 
+EMBEDDING_GATHER = Stage(
+    "embedding_gather",
+    (
+        StageArgument("ids", "INT32", ("B",)),
+        StageArgument("embed_weight", "BF16", ("V", "H"), slab="embed_weight"),
+        StageArgument("hidden", "BF16", ("B", "H"), "out"),
+    ),
+)
+LM_HEAD_GREEDY = Stage(
+    "lm_head_greedy",
+    (
+        StageArgument("x", "BF16", ("B", "H")),
+        StageArgument("final_norm", "FP32", ("1", "H"), slab="final_norm_weight"),
+        StageArgument("weight", "BF16", ("V", "H"), slab="lm_head_weight"),
+        StageArgument("logits", "FP32", ("B", "W"), "out"),
+        StageArgument("ids", "INT32", ("B", "1"), "out"),
+    ),
+    note="W is the real vocabulary: padded ids have no logit and never win",
+)
+GREEDY_SAMPLE = Stage(
+    "greedy_sample",
+    (StageArgument("logits", "FP32", ("B", "V")), StageArgument("ids", "INT32", ("B", "1"), "out")),
+    note="ties go to the lowest id; padded ids never win",
+)
+TOPK_SELECT = Stage(
+    "topk_select",
+    (
+        StageArgument("logits", "FP32", ("B", "V")),
+        StageArgument("values", "FP32", ("B", str(TOP_IDS)), "out"),
+        StageArgument("ids", "INT32", ("B", str(TOP_IDS)), "out"),
+    ),
+    note="largest first, ties by id; padded ids are never among them",
+)
+
+
 def _layer_argument(name: str, spec: SlabSpec | None) -> StageArgument:
     """One layer's part of a slab: its matrix, or its row as a matrix of one row."""
     if spec is None:
         return StageArgument(name, "FP32", PLACEHOLDER)
     rows = spec.shape[0].removeprefix("L*")
     return StageArgument(name, spec.dtype, ("1" if rows == "L" else rows, spec.shape[1]), slab=spec.name)
+
+
+def _stacked_argument(name: str, spec: SlabSpec | None) -> StageArgument:
+    """A whole slab, all layers of it."""
+    if spec is None:
+        return StageArgument(name, "FP32", PLACEHOLDER)
+    return StageArgument(name, spec.dtype, spec.shape, slab=spec.name)
 
 
 def _decode_layer(slabs: dict[str, SlabSpec]) -> Stage:
@@ -118,17 +187,45 @@ def _decode_layer(slabs: dict[str, SlabSpec]) -> Stage:
     )
 
 
-def _lm_head_greedy(slabs: dict[str, SlabSpec]) -> Stage:
+def _prefill_layer(slabs: dict[str, SlabSpec]) -> Stage:
     return Stage(
-        "lm_head_greedy",
+        "prefill_layer",
         (
-            StageArgument("x", "BF16", ("B", "H")),
-            StageArgument("final_norm", "FP32", ("1", "H"), slab=slabs["final_norm_weight"].name),
-            StageArgument("weight", "BF16", ("V", "H"), slab=slabs["lm_head_weight"].name),
-            StageArgument("logits", "FP32", ("B", "W"), "out"),
-            StageArgument("ids", "INT32", ("B", "1"), "out"),
+            StageArgument("x", "BF16", ("T", "H")),
+            *(_layer_argument(name, slabs.get(slab)) for name, slab in _LAYER_WEIGHTS),
+            StageArgument("cos", "FP32", ("T", "D")),
+            StageArgument("sin", "FP32", ("T", "D")),
+            StageArgument("slots", "INT32", ("T", "1")),
+            StageArgument("row_starts", "INT32", ("B",)),
+            StageArgument("context_tokens", "INT32", ("B",)),
+            StageArgument("block_table", "INT32", ("B", "M")),
+            StageArgument("causal_bias", "FP32", (str(PAGE_TOKENS), str(PAGE_TOKENS))),
+            *_CACHES,
+            StageArgument("out", "BF16", ("T", "H"), "out"),
         ),
-        note="W is the real vocabulary: padded ids have no logit and never win",
+        note="sequences packed token-major; row_starts has one entry more than there are sequences",
+    )
+
+
+def _decode_step(slabs: dict[str, SlabSpec]) -> Stage:
+    return Stage(
+        "decode_step",
+        (
+            StageArgument("x", "BF16", ("B", "H"), "inout"),
+            *(_stacked_argument(name, slabs.get(slab)) for name, slab in _STACKED_WEIGHTS),
+            StageArgument("final_norm", "FP32", ("1", "H"), slab="final_norm_weight"),
+            StageArgument("lm_head_weight", "BF16", ("V", "H"), slab="lm_head_weight"),
+            StageArgument("embed_weight", "BF16", ("V", "H"), slab="embed_weight"),
+            StageArgument("cos", "FP32", ("T", "D")),
+            StageArgument("sin", "FP32", ("T", "D")),
+            StageArgument("slots", "INT32", ("L*T", "1")),
+            StageArgument("context_tokens", "INT32", ("T",)),
+            StageArgument("block_table", "INT32", ("B", "M")),
+            *_CACHES,
+            StageArgument("logits", "FP32", ("T", "W"), "out"),
+            StageArgument("ids", "INT32", ("T", "1"), "out"),
+        ),
+        note="all layers and the LM head; T is steps times B, the ids of one step being the tokens of the next",
     )
 
 

@@ -81,7 +81,8 @@ class Contract:
     """What one kernel library expects of one family in one quantization.
 
     `kv_layout` is the order of a cache's axes: `page,token,head,dim` or `page,head,token,dim`. `down` is the dtype of
-    the MLP's down projection. `fixed_sizes` are symbols whose value the library fixes instead of the model.
+    the MLP's down projection. `execution` names the stages of a phase (prefill, decode) in order. `fixed_sizes` are
+    symbols whose value the library fixes instead of the model.
     """
 
     abi: str
@@ -95,6 +96,7 @@ class Contract:
     rules: tuple[ShapeRule, ...]
     slabs: tuple[SlabSpec, ...]
     stages: tuple[Stage, ...]
+    execution: tuple[tuple[str, tuple[str, ...]], ...]
     fixed_sizes: tuple[tuple[str, int], ...] = ()
 
     @property

@@ -16,7 +16,13 @@ from kernels.contract_registry import CONTRACTS, find_contract, match_checkpoint
 from kernels.errors import ContractError
 from kernels.programs.base import Argument, Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
+from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
+from kernels.programs.embedding import EmbeddingGather, EmbeddingGatherSpec
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
+from kernels.programs.paged_attention import PagedAttention, PagedAttentionSpec
+from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
+from kernels.programs.registry import PROGRAM_NAMES
+from kernels.programs.sampling import GreedySample, GreedySampleSpec, TopkSelect, TopkSelectSpec
 from kernels.stage_contract import Contract, Stage
 from quantize.families import FAMILIES
 from quantize.model_config import ModelConfig
@@ -32,9 +38,9 @@ def of_family(name: str) -> ModelConfig:
     return dataclasses.replace(QWEN3_14B, family=name, qk_norm=family.qk_norm, qkv_bias=family.qkv_bias)
 
 
-def fits(size: int | None, argument_size: int | None, batch_rows: int) -> bool:
-    """A size of a stage against the program's: what only a call knows is the spec's batch or dynamic there."""
-    return argument_size == size or (size is None and argument_size in (None, batch_rows, batch_rows * 40))
+def fits(size: int | None, argument_size: int | None, batch_rows: int, heads: int) -> bool:
+    """A size of a stage against the program's: what only a call knows is dynamic there, or the batch of the spec."""
+    return argument_size in (size, None) or (size is None and argument_size in (batch_rows, batch_rows * heads))
 
 
 def assert_program_takes(stage: Stage, program: Program, contract: Contract, config: ModelConfig, rows: int) -> None:
@@ -46,7 +52,11 @@ def assert_program_takes(stage: Stage, program: Program, contract: Contract, con
         assert argument.direction == held.direction, held.name
         shape = argument.resolve(sizes)
         assert len(shape) == len(held.shape), held.name
-        assert all(fits(*pair, rows) for pair in zip(shape, held.shape, strict=True)), (held.name, shape, held.shape)
+        assert all(fits(*pair, rows, config.num_heads) for pair in zip(shape, held.shape, strict=True)), (
+            held.name,
+            shape,
+            held.shape,
+        )
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -55,10 +65,20 @@ def test_our_stages_are_what_the_programs_take(family: str, down: str) -> None:
     config = of_family(family)
     contract = find_contract("pypto-deploy", family, down)  # type: ignore[arg-type]
     contract.check(config)
-    layer = DecodeLayer(DecodeLayerSpec.of(config, down, (1,) * 7))  # type: ignore[arg-type]
-    head = LmHeadGreedy(LmHeadSpec.of(config, batch_rows=7))
-    assert_program_takes(contract.stage("decode_layer"), layer, contract, config, 7)
-    assert_program_takes(contract.stage("lm_head_greedy"), head, contract, config, 7)
+    programs: list[Program] = [
+        EmbeddingGather(EmbeddingGatherSpec.of(config, 7)),
+        PrefillLayer(PrefillLayerSpec.of(config, down, ((0, 7),))),  # type: ignore[arg-type]
+        DecodeLayer(DecodeLayerSpec.of(config, down, (1,) * 7)),  # type: ignore[arg-type]
+        DecodeStep(DecodeStepSpec.of(config, down, (1,) * 7)),
+        LmHeadGreedy(LmHeadSpec.of(config, batch_rows=7)),
+        GreedySample(GreedySampleSpec.of(config, 7)),
+        TopkSelect(TopkSelectSpec.of(config, 7)),
+        PagedAttention(PagedAttentionSpec.of(config, (1,) * 7)),
+    ]
+    assert [stage.name for stage in contract.stages] == [program.name for program in programs]
+    assert {program.name for program in programs} == set(PROGRAM_NAMES)
+    for stage, program in zip(contract.stages, programs, strict=True):
+        assert_program_takes(stage, program, contract, config, 7)
     assert contract.resolved_slabs(config) == slab_specs(config, down)  # type: ignore[arg-type]
 
 
@@ -98,9 +118,18 @@ def test_every_weight_argument_is_a_slab_of_the_same_dtype(contract: Contract) -
     assert len(slabs) == len(contract.slabs)
     for stage in contract.stages:
         assert len({a.name for a in stage.arguments}) == len(stage.arguments)
+        assert "program" in stage.implementations
         for argument in stage.arguments:
             if argument.slab:
                 assert argument.dtype == slabs[argument.slab].dtype
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
+def test_a_phase_is_made_of_stages_that_exist(contract: Contract) -> None:
+    assert [phase for phase, _ in contract.execution] == ["prefill", "decode"]
+    for _, names in contract.execution:
+        for name in names:
+            contract.stage(name)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +168,7 @@ def test_the_fingerprint_changes_with_every_part_of_a_contract_and_not_with_note
         {"rules": contract.rules[1:]},
         {"slabs": contract.slabs[::-1]},
         {"fixed_sizes": (("P", 8192),)},
+        {"execution": contract.execution[1:]},
         *(
             {"stages": (dataclasses.replace(decode, arguments=arguments), *others)}
             for arguments in (
