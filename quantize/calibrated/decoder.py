@@ -63,6 +63,25 @@ def _rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return heads * cos + turned * sin
 
 
+def _heads(values: Tensor, head_dim: int) -> Tensor:
+    """`[windows, tokens, heads * head_dim]` as `[windows, heads, tokens, head_dim]`."""
+    return values.view(*values.shape[:2], -1, head_dim).transpose(1, 2)
+
+
+def attention_heads(
+    layer: Layer, q: Tensor, k: Tensor, config: ModelConfig, rope: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys as attention compares them, FP32 `[windows, heads, tokens, head_dim]`: normalised and turned.
+
+    `q` and `k` are what their Linears give, FP32 `[windows, tokens, heads * head_dim]`.
+    """
+    q, k = _heads(q, config.head_dim), _heads(k, config.head_dim)
+    if config.qk_norm:
+        q = rms_norm_fp32(q, layer.norms[Q_NORM], config.rms_norm_eps)
+        k = rms_norm_fp32(k, layer.norms[K_NORM], config.rms_norm_eps)
+    return _rope(q, *rope), _rope(k, *rope)
+
+
 def run_layer(
     layer: Layer,
     x: Tensor,
@@ -77,7 +96,6 @@ def run_layer(
     `rope` has cos and sin FP32 `[tokens, head_dim]`. With `quantized`, the input of every Linear is quantized per token
     and back, except of those in `float_linears`; weights are used as they are given.
     """
-    windows, tokens, _ = x.shape
 
     def linears(site: str, values: Tensor) -> list[Tensor]:
         if observe is not None:
@@ -90,16 +108,11 @@ def run_layer(
             outputs.append(output + layer.biases[name] if name in layer.biases else output)
         return outputs
 
-    def heads(values: Tensor, count: int) -> Tensor:
-        return values.view(windows, tokens, count, config.head_dim).transpose(1, 2)
-
     q, k, v = linears("qkv", rms_norm_fp32(x, layer.norms[INPUT_NORM], config.rms_norm_eps))
-    q, k, v = heads(q, config.num_heads), heads(k, config.num_kv_heads), heads(v, config.num_kv_heads)
-    if config.qk_norm:
-        q = rms_norm_fp32(q, layer.norms[Q_NORM], config.rms_norm_eps)
-        k = rms_norm_fp32(k, layer.norms[K_NORM], config.rms_norm_eps)
-    mixed = scaled_dot_product_attention(_rope(q, *rope), _rope(k, *rope), v, is_causal=True, enable_gqa=True)
-    (attended,) = linears("o", mixed.transpose(1, 2).reshape(windows, tokens, config.q_size))
+    q, k = attention_heads(layer, q, k, config, rope)
+    v = _heads(v, config.head_dim)
+    mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    (attended,) = linears("o", mixed.transpose(1, 2).flatten(2))
     x = x + attended
     gate, up = linears("gate_up", rms_norm_fp32(x, layer.norms[POST_NORM], config.rms_norm_eps))
     (output,) = linears("down", silu(gate).mul_(up))

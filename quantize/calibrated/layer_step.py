@@ -1,8 +1,4 @@
-"""Quantizing one decoder layer with the calibration set at hand: smooth, round, and see what it did.
-
-Tokens count by the inverse energy of their residual stream: a few tokens (the first one above all) carry activations
-hundreds of times as large as the others', and the next norm divides by that size anyway.
-"""
+"""Quantizing one decoder layer with the calibration set at hand: smooth, round, and see what it did."""
 
 from __future__ import annotations
 
@@ -24,6 +20,7 @@ from quantize.calibrated.smoothing import (
     producer_channels,
     search_scale,
 )
+from quantize.calibrated.token_weights import SMALLEST_ENERGY, site_weights
 from quantize.clipping import search_clipping
 from quantize.errors import CalibrationError
 from quantize.model_config import ModelConfig
@@ -34,7 +31,6 @@ CHUNK_TOKENS = 4096
 SAMPLE_TOKENS = 4096
 GPTQ_WEIGHT_SHARE = 0.3
 """The part of plain rounding's weight noise that smoothing is to expect when GPTQ follows."""
-SMALLEST_ENERGY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -124,14 +120,14 @@ def quantize_layer(
 
 def _observe(
     layer: Layer, plan: LayerPlan, config: ModelConfig, rope: tuple[Tensor, Tensor], exact: Tensor, output: Tensor
-) -> tuple[dict[str, SiteStatistics], Tensor]:
-    """Run the source's stream through the layer; statistics of each site, and weights `[windows, tokens]`."""
+) -> tuple[dict[str, SiteStatistics], dict[str, Tensor]]:
+    """Run the source's stream through the layer; statistics and token weights `[windows, tokens]` of each site."""
     windows, tokens, _ = exact.shape
     stride = max(1, windows * tokens // SAMPLE_TOKENS)
     samples: dict[str, list[Tensor]] = {site: [] for site in SITES}
     amax: dict[str, Tensor] = {}
-    weights = torch.empty(windows, tokens)
-    sampled: list[Tensor] = []
+    weights = {site: torch.empty(windows, tokens) for site in SITES}
+    sampled: dict[str, list[Tensor]] = {site: [] for site in SITES}
     for chunk in _chunks(windows, tokens):
         # Every stride-th token of the whole set, wherever the chunks are cut.
         first = -(chunk.start * tokens) % stride
@@ -148,15 +144,17 @@ def _observe(
                 f"{plan.name}: what the source computes from the calibration text is not finite in FP32; repair the "
                 "checkpoint, or use algorithm rtn"
             )
-        weights[chunk] = 1 / output[chunk].square().mean(dim=-1).clamp_min(SMALLEST_ENERGY)
-        if not bool(weights[chunk].all()):
+        for site, found in site_weights(layer, exact[chunk], output[chunk], config, rope).items():
+            weights[site][chunk] = found
+            sampled[site].append(found.reshape(-1)[first::stride])
+        if not all(bool(found[chunk].all()) for found in weights.values()):
             raise CalibrationError(
                 f"{plan.name}: what the source computes reaches {float(output[chunk].abs().max()):.1e}, whose square "
                 "is no FP32 number; a weight of this layer is far too large. Repair the checkpoint or use rtn"
             )
-        sampled.append(weights[chunk].reshape(-1)[first::stride])
-    token_weights = torch.cat(sampled)
-    return {site: SiteStatistics(amax[site], torch.cat(samples[site]), token_weights) for site in SITES}, weights
+    return {
+        site: SiteStatistics(amax[site], torch.cat(samples[site]), torch.cat(sampled[site])) for site in SITES
+    }, weights
 
 
 def _smooth(
@@ -191,18 +189,17 @@ def _factors(
     recipe: Recipe,
     rope: tuple[Tensor, Tensor],
     quantized: Tensor,
-    token_weights: Tensor,
+    token_weights: Mapping[str, Tensor],
 ) -> dict[str, GptqFactor]:
     """The factored Hessian of each site that feeds a quantized Linear, over what the layer will really read."""
     moments: dict[str, InputMoments] = {}
     for chunk in _chunks(*quantized.shape[:2]):
-        weights = token_weights[chunk].reshape(-1)
 
-        def observe(site: str, values: Tensor, weights: Tensor = weights) -> None:
+        def observe(site: str, values: Tensor, chunk: slice = chunk) -> None:
             if plan.quantized.isdisjoint(SITES[site]):
                 return
             flat = fake_quantize(values.reshape(-1, values.shape[-1]))
-            moments.setdefault(site, InputMoments(flat.shape[1])).add(flat, weights)
+            moments.setdefault(site, InputMoments(flat.shape[1])).add(flat, token_weights[site][chunk].reshape(-1))
 
         run_layer(layer, quantized[chunk], config, rope, quantized=True, observe=observe)
     return {
