@@ -9,7 +9,7 @@ check at own width: its code there is that of `decode_layer` and `lm_head_greedy
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,15 +17,22 @@ from kernels.contract import BATCH_WINDOW_ROWS, DownDtype, check_limits
 from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
 from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
+from kernels.programs.embedding import EmbeddingGather, EmbeddingGatherSpec
 from kernels.programs.lm_head import CHUNK_TOKENS, LmHeadGreedy, LmHeadSpec
+from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
+from kernels.programs.sampling import GreedySample, GreedySampleSpec, TopkSelect, TopkSelectSpec
 from kernels.verdict import ALL_PASSES, EARLY_PASSES
 from quantize.model_config import ModelConfig
 
-__all__ = ["BUILTIN_NAMES", "Check", "ProgramCase", "builtin_config", "programs_for"]
+__all__ = ["BUILTIN_NAMES", "SERVED_NAMES", "Check", "ProgramCase", "builtin_config", "programs_for"]
+
+SERVED_NAMES = (DecodeLayer.name, LmHeadGreedy.name)
+"""The programs that the `pypto` executor runs, which a release checks; the others are checked from the command line."""
 
 CheckKind = Literal["small", "own width", "simulated"]
 
 SIMULATED_CONTEXT_TOKENS = 256
+SIMULATED_PROMPT_TOKENS = 256
 FULL_VERIFY_WEIGHT_BYTES = 24 << 20
 """Largest weights verified through all passes: the late ones write about 24 copies of them to disk."""
 SIMULATED_STEP_LAYERS = 2
@@ -147,6 +154,10 @@ def programs_for(config: ModelConfig, down: DownDtype = "int8") -> list[ProgramC
         ProgramCase(DecodeLayer.name, _decode_layer_checks(config, down)),
         ProgramCase(LmHeadGreedy.name, _lm_head_checks(config)),
         ProgramCase(DecodeStep.name, _decode_step_checks(config, down)),
+        ProgramCase(PrefillLayer.name, _prefill_layer_checks(config, down)),
+        ProgramCase(GreedySample.name, _sampling_checks(config, lambda *of: GreedySample(GreedySampleSpec.of(*of)))),
+        ProgramCase(TopkSelect.name, _sampling_checks(config, lambda *of: TopkSelect(TopkSelectSpec.of(*of)))),
+        ProgramCase(EmbeddingGather.name, _embedding_checks(config)),
     ]
 
 
@@ -194,6 +205,46 @@ def _decode_step_checks(config: ModelConfig, down: DownDtype) -> tuple[Check, ..
     return (
         Check("small", DecodeStep(small), ALL_PASSES),
         Check("simulated", DecodeStep(served), None, "; ".join(notes)),
+    )
+
+
+def _prefill_layer_checks(config: ModelConfig, down: DownDtype) -> tuple[Check, ...]:
+    # One chunk goes on behind cached tokens and crosses into a page; the other is a prompt of one token.
+    small = PrefillLayerSpec.of(_small_config(config), down, ((126, 3), (0, 1)), window_rows=BATCH_WINDOW_ROWS)
+    own = PrefillLayerSpec.of(config, down, ((127, 2), (0, 1)))
+    served = PrefillLayerSpec.of(config, down, ((0, SIMULATED_PROMPT_TOKENS),))
+    return (
+        Check("small", PrefillLayer(small), ALL_PASSES),
+        Check("own width", PrefillLayer(own), EARLY_PASSES, _early_note(config)),
+        Check("simulated", PrefillLayer(served), None),
+    )
+
+
+def _sampling_checks(
+    config: ModelConfig, build: Callable[[ModelConfig, int, int | None], Program]
+) -> tuple[Check, ...]:
+    """Checks of a program over logits: `build` makes it for a model, a number of rows and a chunk (None: its own)."""
+    note = f"passes up to {EARLY_PASSES[-1]}, as the vocabulary is read whole by every chunk in the later ones"
+    return (
+        Check("small", build(replace(config, vocab_size=300), 17, 128), ALL_PASSES),
+        Check("own width", build(config, 2, None), EARLY_PASSES, note),
+        Check("simulated", build(config, BATCH_WINDOW_ROWS, None), None),
+    )
+
+
+def _embedding_checks(config: ModelConfig) -> tuple[Check, ...]:
+    small = replace(config, hidden_size=64, vocab_size=300)
+    # The program reads the rows of its ids only, however many there are.
+    own, notes = _with_affordable_vocabulary(config)
+    return (
+        Check("small", EmbeddingGather(EmbeddingGatherSpec.of(small, 17)), ALL_PASSES),
+        Check(
+            "own width",
+            EmbeddingGather(EmbeddingGatherSpec.of(own, 2)),
+            EARLY_PASSES,
+            "; ".join([*notes, _early_note(config)]),
+        ),
+        Check("simulated", EmbeddingGather(EmbeddingGatherSpec.of(own, BATCH_WINDOW_ROWS)), None, "; ".join(notes)),
     )
 
 

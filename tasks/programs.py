@@ -9,6 +9,7 @@ from typing import Any
 
 from prefect import task
 
+from kernels.catalog import SERVED_NAMES
 from kernels.contract import DownDtype
 from kernels.report import ProgramReport
 from kernels.toolchain import validate
@@ -30,14 +31,14 @@ def key_of_checkpoint(checkpoint: Path, down: DownDtype) -> str:
 
 
 def validate_programs(work: Path, key: str, checkpoint: Path, down: DownDtype) -> StepRecord:
-    """Compile, verify and simulate every program of the model; one folder per program with its report and artifacts.
+    """Compile, verify and simulate the programs that serve the model: one folder each, with report and artifacts.
 
     Raises `ProgramsFailedError` with every report when a program FAILED, so that a failure is never cached.
     """
 
     def build(out: Path) -> dict[str, Any]:
         out.mkdir()
-        reports = validate(load_model_config(checkpoint), down=down, progress=progress.note)
+        reports = validate(load_model_config(checkpoint), down=down, names=SERVED_NAMES, progress=progress.note)
         for report in reports:
             folder = out / report.name
             folder.mkdir()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from flows import console
-from flows.cli import estimates
+from flows.cli import estimates, tune
 from flows.cli.output import JSON_OPTION, FailedError, emit_json, emit_table
 from flows.settings import UsageError
 
@@ -22,12 +22,14 @@ PROGRAM_OPTION = typer.Option(None, "--program", help="Only this program (repeat
 def register(app: typer.Typer) -> None:
     """Add the group to `app`."""
     group = typer.Typer(
-        help="PyPTO programs of a model: list, verify, simulate, estimate; kernel contracts.", no_args_is_help=True
+        help="PyPTO programs of a model: list, verify, simulate, estimate, tune; kernel contracts.",
+        no_args_is_help=True,
     )
     group.command("list")(list_programs)
     group.command()(verify)
     group.command()(simulate)
     estimates.register(group)
+    tune.register(group)
     app.add_typer(group, name="programs")
 
 
@@ -39,7 +41,8 @@ def list_programs(model: str = MODEL_OPTION, as_json: bool = JSON_OPTION) -> Non
     if as_json:
         emit_json({"model": model, "programs": cases})
     else:
-        emit_table(f"Programs of {model}", list(cases[0]), [list(case.values()) for case in cases])
+        columns = ["name", "small", "own width", "simulated"]
+        emit_table(f"Programs of {model}", columns, [[case.get(column, "-") for column in columns] for case in cases])
 
 
 def verify(model: str = MODEL_OPTION, program: list[str] | None = PROGRAM_OPTION, as_json: bool = JSON_OPTION) -> None:

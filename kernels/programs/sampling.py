@@ -24,7 +24,7 @@ __all__ = ["TOP_IDS", "GreedySample", "GreedySampleSpec", "TopkSelect", "TopkSel
 TOP_IDS = 32
 """Candidates that `topk_select` returns for every row."""
 GREEDY_CHUNK_TOKENS = 6144
-TOPK_CHUNK_TOKENS = 4608
+TOPK_CHUNK_TOKENS = 6144
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class GreedySampleSpec(SamplingSpec):
     """Shape of `greedy_sample`."""
 
     @classmethod
-    def of(cls, config: ModelConfig, batch_rows: int, chunk_tokens: int = GREEDY_CHUNK_TOKENS) -> GreedySampleSpec:
+    def of(cls, config: ModelConfig, batch_rows: int, chunk_tokens: int | None = None) -> GreedySampleSpec:
         """Logits of `config`, padded as the LM head slab is."""
-        chunk = min(chunk_tokens, config.vocab_size // 32 * 32)
+        chunk = min(chunk_tokens or GREEDY_CHUNK_TOKENS, config.vocab_size // 32 * 32)
         return cls(padded_vocab(config.vocab_size), config.vocab_size, batch_rows, chunk)
 
 
@@ -71,9 +71,9 @@ class TopkSelectSpec(SamplingSpec):
     """Shape of `topk_select`: one level where a chunk holds the vocabulary, else the best of the chunks' best."""
 
     @classmethod
-    def of(cls, config: ModelConfig, batch_rows: int, chunk_tokens: int = TOPK_CHUNK_TOKENS) -> TopkSelectSpec:
+    def of(cls, config: ModelConfig, batch_rows: int, chunk_tokens: int | None = None) -> TopkSelectSpec:
         """Logits of `config`, padded as the LM head slab is."""
-        chunk = min(chunk_tokens, config.vocab_size // 32 * 32)
+        chunk = min(chunk_tokens or TOPK_CHUNK_TOKENS, config.vocab_size // 32 * 32)
         return cls(padded_vocab(config.vocab_size), config.vocab_size, batch_rows, chunk)
 
 

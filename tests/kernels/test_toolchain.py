@@ -15,7 +15,7 @@ import pytest
 import kernels.calculator
 import kernels.source_closure
 from kernels.calculator import build_calculator, default_cache_dir, system_cmake
-from kernels.catalog import BUILTIN_NAMES, Check, builtin_config, programs_for
+from kernels.catalog import BUILTIN_NAMES, SERVED_NAMES, Check, builtin_config, programs_for
 from kernels.check_cache import RESULT_FILE, CheckCache
 from kernels.errors import ContractError, ProgramError, ToolchainError
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
@@ -323,13 +323,15 @@ def test_a_model_that_no_program_covers_is_refused(tmp_path: Path) -> None:
 
 def test_the_catalog_lists_14b_at_its_own_widths_and_at_the_serving_shape() -> None:
     assert "qwen3-14b" in BUILTIN_NAMES
-    layer, head, step = programs_for(builtin_config("qwen3-14b"))
+    layer, head, step, *others = programs_for(builtin_config("qwen3-14b"))
     small, own, simulated = layer.checks
     assert small.passes == ALL_PASSES
     assert (own.program.spec.to_json()["hidden_size"], simulated.program.spec.to_json()["batch_rows"]) == (5120, 16)
     assert "passes up to L1CopyInReuseMerge" in own.note
     assert [check.kind for check in step.checks] == ["small", "simulated"]
     assert "2 of 40 layers" in step.checks[1].note
+    assert [case.name for case in others] == ["prefill_layer", "greedy_sample", "topk_select", "embedding_gather"]
+    assert {"decode_layer", "lm_head_greedy"} == set(SERVED_NAMES)
     described = head.describe()
     assert "of 151936 ids" in described["own width"]
     assert "real_vocab=151936" in described["simulated"]
