@@ -16,6 +16,7 @@ from kernels.tile_rules import (
     check_cube_tile,
     check_vector_tile,
 )
+from kernels.tuned_tiles import tuned_tile
 
 __all__ = ["CubeTile", "check_cube_tile", "check_vector_tile", "choose_cube_tile", "row_columns", "vector_columns"]
 
@@ -29,9 +30,12 @@ def choose_cube_tile(k: int, n: int, element_bytes: int, rows: int = FRACTAL, co
     """Choose tiles for `[rows, k] x [k, n]`: about one task per core along n, few and large copies along k.
 
     The left operand stays whole in L1 where it fits; the weight is copied in pieces of up to 320 KB. `rows` up to 128;
-    `columns` sets the width of a tile, where the caller needs a certain one.
+    `columns` sets the width of a tile, where the caller needs a certain one. A matmul in the table of tuned tiles gets
+    its tile from there.
     """
     m = _round_up(min(rows, 128), FRACTAL)
+    if columns is None and (tuned := tuned_tile(k, n, m, element_bytes)) is not None:
+        return tuned
     align = 32 // element_bytes * (2 if element_bytes == 2 else 1)
     if columns is None:
         columns = min(_round_up(-(-n // CUBE_CORES), align), 256, _round_up(n, align))

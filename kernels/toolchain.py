@@ -27,6 +27,7 @@ from kernels.programs.registry import program_to_json
 from kernels.report import CheckResult, ProgramReport, summarize
 from kernels.runner_process import Finished, run_request, runner_folder
 from kernels.source_closure import closure_digest
+from kernels.tuned_tiles import table_digest
 from kernels.verdict import read_simulated_us, read_verification
 from quantize.model_config import ModelConfig
 
@@ -85,7 +86,7 @@ def validate(
 
 
 def check_key(check: Check) -> str:
-    """Content key of a check: program text and all it imports, shape, passes, seed, PyPTO and torch."""
+    """Content key of a check: program text and all it imports, tuned tiles, shape, passes, seed, PyPTO and torch."""
     program = check.program
     content = {
         "text": closure_digest(type(program).__module__, program.kernel_module, RUNNER_MODULE, VERDICT_MODULE),
@@ -93,6 +94,7 @@ def check_key(check: Check) -> str:
         "program": program_to_json(program),
         "passes": check.passes,
         "seed": SEED,
+        "tiles": table_digest(),
         "pypto": pypto_version(),
         "torch": metadata.version("torch"),
     }

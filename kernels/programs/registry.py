@@ -10,6 +10,7 @@ from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
 from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
 from kernels.programs.embedding import EmbeddingGather, EmbeddingGatherSpec
+from kernels.programs.linear import LinearW8A8, LinearW8A8Spec
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.programs.paged_attention import PagedAttention, PagedAttentionSpec
 from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
@@ -61,6 +62,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], Program]] = {
     PagedAttention.name: _paged_attention,
     GreedySample.name: lambda spec: GreedySample(GreedySampleSpec(**spec)),
     TopkSelect.name: lambda spec: TopkSelect(TopkSelectSpec(**spec)),
+    LinearW8A8.name: lambda spec: LinearW8A8(LinearW8A8Spec(**spec)),
     EmbeddingGather.name: lambda spec: EmbeddingGather(EmbeddingGatherSpec(**spec)),
 }
 PROGRAM_NAMES = tuple(_READERS)

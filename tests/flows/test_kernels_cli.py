@@ -68,3 +68,10 @@ def test_estimate_simulates_and_writes_table_picture_and_json(tmp_path: Path) ->
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"estimate.md", "estimate.json", "estimate.png"}
     _, stderr = run_cli("programs", "estimate", str(source), *grid[2:], "--batch", "2", code=2)
     assert "nothing is extrapolated" in stderr
+
+
+def test_tune_refuses_what_it_cannot_tune_or_write(tmp_path: Path) -> None:
+    _, stderr = run_cli("programs", "tune", "lm_head_greedy", code=2)
+    assert "expected one of decode_layer" in stderr
+    _, stderr = run_cli("programs", "tune", "decode_layer", "--table", str(tmp_path / "none" / "t.json"), code=2)
+    assert "its folder does not exist" in stderr

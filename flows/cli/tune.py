@@ -1,0 +1,55 @@
+"""The verb `programs tune`: search matmul tiles on the cost model and write what gains to a table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from flows import console
+from flows.cli.output import JSON_OPTION, emit_json, emit_line, emit_table
+from flows.settings import UsageError
+
+
+def register(group: typer.Typer) -> None:
+    """Add the verb to the group of programs."""
+    group.command()(tune)
+
+
+def tune(
+    name: str = typer.Argument(..., metavar="NAME", help="Program to tune: decode_layer."),
+    model: str = typer.Option("qwen3-14b", "--model", help="A checkpoint directory, or a built-in shape."),
+    rows: int = typer.Option(16, help="Rows of a window."),
+    budget: float = typer.Option(600.0, min=1.0, help="Seconds for the search; two simulations of the layer on top."),
+    table: Path | None = typer.Option(
+        None, help="Table to write to, read where $PYPTO_DEPLOY_TILES names it [default: the one in effect]."
+    ),
+    as_json: bool = JSON_OPTION,
+) -> None:
+    """Search the tiles of a program's INT8 matmuls on the cost model (Ascend 910B2), and keep them if it gains."""
+    from flows.cli.programs import model_config
+    from flows.reaper import no_orphans
+    from kernels.simulate import simulator
+    from kernels.tuned_tiles import table_path
+    from kernels.tuner import TUNABLE, tune_decode_layer
+
+    if name not in TUNABLE:
+        raise UsageError(f"{name}: cannot be tuned; expected one of {', '.join(TUNABLE)}")
+    config, target = model_config(model), table or table_path()
+    if not target.absolute().parent.is_dir():
+        raise UsageError(f"--table {target}: its folder does not exist")
+    with no_orphans(), console.ReleaseConsole().step("tune") as line:
+        result = tune_decode_layer(config, simulator(), target, rows=rows, budget_s=budget, progress=line.note)
+        line.outcome = f"{result.tried} tiles tried, layer {result.before_us:.1f} to {result.after_us:.1f} us"
+    if as_json:
+        emit_json({"model": model, "table": str(target), **asdict(result)})
+        return
+    columns = ["k", "n", "tile m, k in L0, k left, k right, n", "before us", "simulated us"]
+    found = [
+        [entry.k, entry.n, ", ".join(map(str, asdict(entry.tile).values())), entry.before_us, entry.simulated_us]
+        for entry in result.tiles
+    ]
+    emit_table(f"Tiles of {name}, {Path(model).name} (cost model of the Ascend 910B2)", columns, found)
+    kept = f"written to {target}" if result.kept else "not kept: the whole layer gained nothing"
+    emit_line(f"layer: {result.before_us:.1f} us before, {result.after_us:.1f} us after; {kept}")

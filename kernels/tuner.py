@@ -1,0 +1,184 @@
+"""The search for matmul tiles on the cost model, within a budget of seconds.
+
+For every INT8 matmul of a layer: candidates that obey the tile rules, in the order of a rough reckoning of the cost
+model (waves of tasks times copies), are simulated as `linear_w8a8` until the budget is spent; the fastest is kept if it
+beats the rule of thumb. A fused program may prefer another tile than its parts do, so the whole layer is simulated with
+the new tiles and they are kept only if it gains. Times are the cost model's, which knows no bandwidth limit: below a
+matmul's bytes at 1.6 TB/s there is nothing to gain, and the search for it ends there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernels.contract import BATCH_WINDOW_ROWS, DownDtype
+from kernels.errors import ProgramError
+from kernels.programs.base import Program
+from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
+from kernels.programs.linear import LinearW8A8, LinearW8A8Spec
+from kernels.report import HBM_BYTES_PER_US
+from kernels.tile_plan import layer_matmuls
+from kernels.tile_rules import L0_BYTES, CubeTile
+from kernels.tiles import CUBE_CORES, choose_cube_tile
+from kernels.tuned_tiles import TABLE_VARIABLE, TunedTile, merge_table
+from quantize.model_config import ModelConfig
+
+__all__ = ["TUNABLE", "TuneResult", "candidate_tiles", "tune_decode_layer"]
+
+TUNABLE = (DecodeLayer.name,)
+CONTEXT_TOKENS = 256
+COPY_CYCLES = 1400
+CYCLES_PER_BYTE = 1 / 95.7
+"""A copy into L1 as the cost model has it: a fixed start, then 95.7 bytes a cycle."""
+DEPTHS_L0 = (64, 128, 256, 512)
+MAX_COLUMNS = 512
+MAX_PIECES = 20
+
+Simulate = Callable[[Program], float]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a search found: the layer's simulated us before and after, the tiles, and how many were tried.
+
+    `kept` is false when the whole layer gained nothing; `tiles` are then what was tried for it.
+    """
+
+    before_us: float
+    after_us: float
+    kept: bool
+    tiles: tuple[TunedTile, ...]
+    tried: int
+
+
+def candidate_tiles(k: int, n: int, rows: int) -> list[CubeTile]:
+    """Tiles for INT8 `[rows, k] x [k, n]` that obey the rules, in the order of their reckoned time."""
+    found: dict[CubeTile, float] = {}
+    for columns in range(32, min(MAX_COLUMNS, n) + 1, 32):
+        for depth in DEPTHS_L0:
+            if depth * columns > L0_BYTES or depth > k:
+                continue
+            for pieces in range(1, MAX_PIECES + 1):
+                right = _round_up(-(-k // pieces), depth)
+                for left in {right, right * pieces}:
+                    tile = CubeTile(16, depth, left, right, columns)
+                    if tile not in found and _allowed(k, n, rows, tile):
+                        found[tile] = _reckoned_us(k, n, tile)
+    return sorted(found, key=lambda tile: (found[tile], -tile.n, -tile.k_right))
+
+
+def tune_decode_layer(
+    config: ModelConfig,
+    simulate: Simulate,
+    table: Path,
+    *,
+    down: DownDtype = "int8",
+    rows: int = BATCH_WINDOW_ROWS,
+    budget_s: float = 600.0,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> TuneResult:
+    """Search tiles for the INT8 matmuls of a decode layer of `config` over `rows` rows; gains go into `table`.
+
+    `simulate` gives a program's time in us. The budget bounds the search; the two simulations of the whole layer,
+    before and after, come on top. Raises ProgramError when `rows` is out of range or the layer does not compile.
+    """
+    if not 1 <= rows <= BATCH_WINDOW_ROWS:
+        raise ProgramError(f"tiles are tuned for windows of 1 to {BATCH_WINDOW_ROWS} rows, not {rows}")
+    layer = DecodeLayer(DecodeLayerSpec.of(config, down, (CONTEXT_TOKENS,) * rows))
+    with _table_in_effect(table):
+        before_us = simulate(layer)
+        shapes = sorted({(k, n) for k, n, size in layer_matmuls(config, down).values() if size == 1})
+        found, tried, deadline = [], 0, clock() + budget_s
+        for number, (k, n) in enumerate(shapes):
+            share_s = (deadline - clock()) / (len(shapes) - number)
+            tuned, count = _tune_matmul(k, n, rows, simulate, clock() + share_s, clock, progress)
+            tried += count
+            found += [] if tuned is None else [tuned]
+    if not found:
+        return TuneResult(before_us, before_us, False, (), tried)
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Path(folder) / "tiles.json"
+        if table.is_file():
+            trial.write_bytes(table.read_bytes())
+        merge_table(trial, found)
+        with _table_in_effect(trial):
+            after_us = simulate(layer)
+    kept = after_us < before_us
+    if kept:
+        merge_table(table, found)
+    return TuneResult(before_us, after_us, kept, tuple(found), tried)
+
+
+def _tune_matmul(
+    k: int,
+    n: int,
+    rows: int,
+    simulate: Simulate,
+    deadline: float,
+    clock: Callable[[], float],
+    progress: Progress | None,
+) -> tuple[TunedTile | None, int]:
+    """The best tile found before `deadline`, None if it is the one in use, and how many were simulated."""
+    used = choose_cube_tile(k, n, 1, rows)
+    before_us = simulate(LinearW8A8(LinearW8A8Spec.of(k, n, rows, used)))
+    best, best_us, tried = used, before_us, 1
+    for tile in candidate_tiles(k, n, rows):
+        if clock() >= deadline or best_us <= k * n / HBM_BYTES_PER_US:
+            break
+        if tile == used:
+            continue
+        if progress is not None:
+            progress(f"{k} x {n}: {best_us:.1f} us, {tried} tiles tried")
+        try:
+            time_us = simulate(LinearW8A8(LinearW8A8Spec.of(k, n, rows, tile)))
+        except ProgramError:
+            continue  # the rules let it pass and the compiler did not: no candidate
+        tried += 1
+        if time_us < best_us:
+            best, best_us = tile, time_us
+    if best == used:
+        return None, tried
+    return TunedTile(k, n, _round_up(rows, 16), 1, best, before_us, best_us), tried
+
+
+def _allowed(k: int, n: int, rows: int, tile: CubeTile) -> bool:
+    try:
+        LinearW8A8(LinearW8A8Spec.of(_round_up(k, 32), _round_up(n, 32), rows, tile)).check_tiles()
+    except ProgramError:
+        return False
+    return True
+
+
+def _reckoned_us(k: int, n: int, tile: CubeTile) -> float:
+    """Waves of tasks, each copying its weight and rows into L1 piece by piece."""
+    tasks = -(-n // tile.n)
+    waves = -(-tasks // CUBE_CORES)
+    right_copies, left_copies = -(-k // tile.k_right), -(-k // tile.k_left)
+    cycles = (right_copies + left_copies) * COPY_CYCLES + k * (tile.n + tile.m) * CYCLES_PER_BYTE
+    return waves * cycles / 1800.0
+
+
+@contextmanager
+def _table_in_effect(table: Path) -> Iterator[None]:
+    """Make `table` the one that tiles are chosen from, here and in the subprocesses."""
+    before = os.environ.get(TABLE_VARIABLE)
+    os.environ[TABLE_VARIABLE] = str(table.absolute())
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[TABLE_VARIABLE]
+        else:
+            os.environ[TABLE_VARIABLE] = before
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,156 @@
+"""The tile search: candidates obey the rules, the budget holds, only gains are kept, and the table is read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kernels.calculator import default_cache_dir
+from kernels.catalog import builtin_config
+from kernels.check_cache import CheckCache
+from kernels.errors import ProgramError
+from kernels.programs.base import Program
+from kernels.programs.decode_layer import DecodeLayer
+from kernels.programs.linear import LinearW8A8, LinearW8A8Spec
+from kernels.tile_rules import CubeTile, check_cube_tile
+from kernels.tiles import choose_cube_tile
+from kernels.toolchain import check_key, run_check
+from kernels.tuned_tiles import SHIPPED_TABLE, TABLE_VARIABLE, TunedTile, merge_table, read_table, tuned_tile
+from kernels.tuner import candidate_tiles, tune_decode_layer
+from kernels.verdict import ALL_PASSES, TENSOR_GRAPH
+from tests.kernels.programs_support import full_check
+
+CONFIG = builtin_config("qwen3-0.6b")
+TILE = CubeTile(16, 128, 512, 512, 96)
+
+
+def prefers(columns: int, layer_us: Callable[[], float]) -> Callable[[Program], float]:
+    """A cost model on which tiles of `columns` are fastest."""
+
+    def simulate(program: Program) -> float:
+        if isinstance(program, DecodeLayer):
+            return layer_us()
+        assert isinstance(program, LinearW8A8)
+        return 1000.0 + abs(program.spec.tile_n - columns)
+
+    return simulate
+
+
+def test_candidates_obey_the_rules_and_begin_with_what_is_reckoned_fast() -> None:
+    tiles = candidate_tiles(5120, 5120, 16)
+    assert len(tiles) == len(set(tiles)) > 100
+    for tile in tiles:
+        check_cube_tile(tile, 1)
+    assert (tiles[0].k_left, tiles[0].n) == (5120, 224)
+    assert candidate_tiles(64, 96, 16)
+
+
+def test_gains_go_into_the_table_and_from_there_to_the_choice_of_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = itertools.count(500, -1)
+    table = tmp_path / "tiles.json"
+    result = tune_decode_layer(CONFIG, prefers(160, lambda: float(next(times))), table, budget_s=1e9)
+    assert (result.before_us, result.after_us, result.kept) == (500, 499, True)
+    assert {(entry.k, entry.n) for entry in result.tiles} == {
+        (1024, 2048),
+        (1024, 1024),
+        (2048, 1024),
+        (1024, 3072),
+        (3072, 1024),
+    }
+    assert all(entry.tile.n == 160 and entry.simulated_us < entry.before_us for entry in result.tiles)
+    assert choose_cube_tile(1024, 3072, 1).n != 160
+    monkeypatch.setenv(TABLE_VARIABLE, str(table))
+    assert choose_cube_tile(1024, 3072, 1).n == 160
+    assert choose_cube_tile(1024, 3072, 1, rows=64).n != 160
+    assert choose_cube_tile(1024, 3072, 1, columns=96).n == 96
+
+
+def test_nothing_is_kept_when_the_whole_layer_gains_nothing(tmp_path: Path) -> None:
+    table = tmp_path / "tiles.json"
+    result = tune_decode_layer(CONFIG, prefers(160, lambda: 500.0), table, budget_s=1e9)
+    assert not result.kept
+    assert len(result.tiles) == 5
+    assert not table.exists()
+
+
+def test_the_budget_ends_the_search(tmp_path: Path) -> None:
+    now = itertools.count(0, 1)
+    result = tune_decode_layer(
+        CONFIG, prefers(160, lambda: 1.0), tmp_path / "t", budget_s=30, clock=lambda: float(next(now))
+    )
+    assert 5 <= result.tried < 40
+
+
+def test_a_matmul_at_its_bandwidth_is_not_searched(tmp_path: Path) -> None:
+    result = tune_decode_layer(CONFIG, lambda program: 0.1, tmp_path / "t", budget_s=1e9)
+    assert (result.tried, result.tiles) == (5, ())
+
+
+def test_windows_out_of_range_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ProgramError, match="1 to 16 rows, not 17"):
+        tune_decode_layer(CONFIG, lambda program: 1.0, tmp_path / "t", rows=17)
+
+
+def test_the_table_comes_back_as_it_was_and_new_entries_replace_old_ones(tmp_path: Path) -> None:
+    table = tmp_path / "tiles.json"
+    entry = TunedTile(512, 512, 16, 1, TILE, 30.0, 20.0)
+    other = dataclasses.replace(entry, n=1024)
+    merge_table(table, [entry, other])
+    merge_table(table, [dataclasses.replace(entry, simulated_us=10.0)])
+    assert read_table(table) == [dataclasses.replace(entry, simulated_us=10.0), other]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"tiles": [{}]}', '{"tiles": [{"k": 1, "tile": [16, 0, 1, 1, 1]}]}', "BAD TILE"]
+)
+def test_a_table_that_cannot_be_used_is_refused_by_path(text: str, tmp_path: Path) -> None:
+    table = tmp_path / "tiles.json"
+    if text == "BAD TILE":
+        merge_table(table, [TunedTile(512, 512, 16, 1, TILE, 30.0, 20.0)])
+        text = json.dumps(json.loads(table.read_text())).replace("128, 512, 512, 96", "128, 512, 512, 2048")
+    table.write_text(text)
+    with pytest.raises(ProgramError, match=r"tiles.json is no table of tiles .* tune again"):
+        read_table(table)
+
+
+def test_the_shipped_table_can_be_read_and_a_changed_table_is_a_new_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for entry in read_table(SHIPPED_TABLE):
+        assert entry.simulated_us < entry.before_us
+    check = full_check(LinearW8A8(LinearW8A8Spec.of(512, 512, 16, TILE)))
+    before = check_key(check)
+    table = tmp_path / "tiles.json"
+    monkeypatch.setenv(TABLE_VARIABLE, str(table))
+    merge_table(table, [TunedTile(512, 512, 16, 1, TILE, 30.0, 20.0)])
+    assert tuned_tile(512, 512, 16, 1) == TILE
+    assert check_key(check) != before
+
+
+def test_the_program_that_tiles_are_tuned_on_verifies_through_all_passes(tmp_path: Path) -> None:
+    program = LinearW8A8(LinearW8A8Spec.of(96, 160, 3, CubeTile(16, 32, 96, 32, 64)))
+    result = run_check(full_check(program), CheckCache(tmp_path), default_cache_dir(), timeout_s=300)
+    assert result.error == ""
+    assert result.passes == (TENSOR_GRAPH, *ALL_PASSES)
+
+
+@pytest.mark.parametrize("mistake", ["swapped scales", "a shifted column", "rows in another order"])
+def test_the_golden_of_the_linear_sees_mistakes(mistake: str) -> None:
+    program = LinearW8A8(LinearW8A8Spec.of(96, 160, 3, TILE))
+    tensors = program.sample_inputs(3)
+    want = program.golden(tensors)["out"]
+    match mistake:
+        case "swapped scales":
+            tensors["weight_scale"] = tensors["weight_scale"].flip(1)
+        case "a shifted column":
+            tensors["weight"] = tensors["weight"].roll(1, 1)
+        case "rows in another order":
+            tensors["x"] = tensors["x"].flip(0)
+    assert not program.golden(tensors)["out"].equal(want)
