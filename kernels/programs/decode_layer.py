@@ -154,7 +154,7 @@ class DecodeLayer(Program):
             Argument("block_table", int32, (batch, None)),
             Argument("k_cache", bf16, (None, kv), "inout"),
             Argument("v_cache", bf16, (None, kv), "inout"),
-            Argument("q_rows", bf16, (batch * s.num_heads, s.head_dim), "scratch"),
+            Argument("q_rows", bf16, (batch * s.num_heads, kv), "scratch"),
             Argument("context_rows", bf16, (batch * s.num_heads, s.head_dim), "scratch"),
             Argument("out", bf16, (batch, hidden), "out"),
         )
@@ -206,8 +206,8 @@ class DecodeLayer(Program):
         return tensors
 
     def units(self) -> int:
-        """Prologue, one body per page of every row, epilogue."""
-        return 2 + sum(-(-tokens // PAGE_TOKENS) for tokens in self.spec.contexts)
+        """Prologue, one body per page of every row, output projection, gate and up, down."""
+        return 4 + sum(-(-tokens // PAGE_TOKENS) for tokens in self.spec.contexts)
 
     def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The golden layer on copies of the caches, and the query rows that the prologue hands to attention."""
@@ -216,7 +216,7 @@ class DecodeLayer(Program):
         k_cache, v_cache = tensors["k_cache"].clone(), tensors["v_cache"].clone()
         query, _, _ = attention_inputs(tensors["x"], weights, s.layer_shape, rows)
         out = decoder_layer(tensors["x"], weights, s.layer_shape, rows, k_cache, v_cache)
-        return {"k_cache": k_cache, "v_cache": v_cache, "q_rows": query.reshape(-1, s.head_dim), "out": out}
+        return {"k_cache": k_cache, "v_cache": v_cache, "q_rows": spread_queries(query, s.num_kv_heads), "out": out}
 
     def tolerances(self) -> dict[str, str]:
         """Caches and queries are exact; the attention's FP32 sums may run in another order."""
@@ -283,6 +283,16 @@ class DecodeLayer(Program):
             cos=tensors["cos"],
             sin=tensors["sin"],
         )
+
+
+def spread_queries(query: Tensor, kv_heads: int) -> Tensor:
+    """Queries `[rows, heads, dim]` as attention takes them: `[rows * heads, kv_heads * dim]`.
+
+    A head's values stand at the columns of its keys; elsewhere the row is zero.
+    """
+    rows, heads, dim = query.shape
+    own = torch.eye(kv_heads, dtype=query.dtype).repeat_interleave(heads // kv_heads, dim=0)
+    return (query.unsqueeze(2) * own.unsqueeze(-1)).reshape(rows * heads, kv_heads * dim)
 
 
 def row_arguments(positions: list[int], pages: list[list[int]], cos: Tensor, sin: Tensor) -> dict[str, Tensor]:

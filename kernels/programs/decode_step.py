@@ -144,7 +144,7 @@ class DecodeStep(Program):
     def units(self) -> int:
         """For each step the layers' bodies, and the LM head's."""
         pages = [-(-tokens // PAGE_TOKENS) for step in range(self.spec.steps) for tokens in self.spec.contexts_at(step)]
-        return self.spec.steps * (2 * self.spec.layers + self._head.units()) + self.spec.layers * sum(pages)
+        return self.spec.steps * (4 * self.spec.layers + self._head.units()) + self.spec.layers * sum(pages)
 
     def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The golden steps on copies of the caches and hidden rows."""

@@ -96,8 +96,8 @@ class PagedAttention(Program):
         return self._empty(list(range(self.spec.pages)))
 
     def units(self) -> int:
-        """One body per page of every row."""
-        return sum(-(-tokens // PAGE_TOKENS) for tokens in self.spec.contexts)
+        """The queries' spread, and one body per page of every row."""
+        return 1 + sum(-(-tokens // PAGE_TOKENS) for tokens in self.spec.contexts)
 
     def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The golden attention, narrowed to BF16."""
