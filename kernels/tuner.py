@@ -1,10 +1,10 @@
 """The search for matmul tiles on the cost model, within a budget of seconds.
 
-For every INT8 matmul of a layer: candidates that obey the tile rules, in the order of a rough reckoning of the cost
-model (waves of tasks times copies), are simulated as `linear_w8a8` until the budget is spent; the fastest is kept if it
-beats the rule of thumb. A fused program may prefer another tile than its parts do, so the whole layer is simulated with
-the new tiles and they are kept only if it gains. Times are the cost model's, which knows no bandwidth limit: below a
-matmul's bytes at 1.6 TB/s there is nothing to gain, and the search for it ends there.
+For every INT8 matmul of a layer that has a wave of its own: candidates that obey the tile rules, in the order of a
+rough reckoning of the cost model (waves of tasks times copies), are simulated as `linear_w8a8` until the budget is
+spent. A fused program may prefer other tiles than its parts do, so the whole layer is simulated with each tile found,
+and it is kept only if the layer gains. Times are the cost model's, which knows no bandwidth limit: below a matmul's
+bytes at 1.6 TB/s there is nothing to gain, and the search for it ends there.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kernels.contract import BATCH_WINDOW_ROWS, DownDtype
 from kernels.errors import ProgramError
 from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
+from kernels.programs.decode_tiles import choose_stream_tile
 from kernels.programs.linear import LinearW8A8, LinearW8A8Spec
 from kernels.report import HBM_BYTES_PER_US
-from kernels.tile_plan import layer_matmuls
 from kernels.tile_rules import L0_BYTES, CubeTile
-from kernels.tiles import CUBE_CORES, choose_cube_tile
+from kernels.tiles import CUBE_CORES
 from kernels.tuned_tiles import TABLE_VARIABLE, TunedTile, merge_table
 from quantize.model_config import ModelConfig
 
@@ -46,15 +46,15 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What a search found: the layer's simulated us before and after, the tiles, and how many were tried.
+    """What a search found: the layer's simulated us before and after, and how many tiles were tried for its parts.
 
-    `kept` is false when the whole layer gained nothing; `tiles` are then what was tried for it.
+    `kept` are the tiles with which the whole layer gained, `dropped` those that were faster alone only.
     """
 
     before_us: float
     after_us: float
-    kept: bool
-    tiles: tuple[TunedTile, ...]
+    kept: tuple[TunedTile, ...]
+    dropped: tuple[TunedTile, ...]
     tried: int
 
 
@@ -87,34 +87,54 @@ def tune_decode_layer(
 ) -> TuneResult:
     """Search tiles for the INT8 matmuls of a decode layer of `config` over `rows` rows; gains go into `table`.
 
-    `simulate` gives a program's time in us. The budget bounds the search; the two simulations of the whole layer,
-    before and after, come on top. Raises ProgramError when `rows` is out of range or the layer does not compile.
+    `simulate` gives a program's time in us. The budget bounds the search; simulations of the whole layer, one before
+    and one for each tile found, come on top. Raises ProgramError when `rows` is out of range or the layer does not
+    compile.
     """
     if not 1 <= rows <= BATCH_WINDOW_ROWS:
         raise ProgramError(f"tiles are tuned for windows of 1 to {BATCH_WINDOW_ROWS} rows, not {rows}")
     layer = DecodeLayer(DecodeLayerSpec.of(config, down, (CONTEXT_TOKENS,) * rows))
     with _table_in_effect(table):
         before_us = simulate(layer)
-        shapes = sorted({(k, n) for k, n, size in layer_matmuls(config, down).values() if size == 1})
+        shapes = _matmuls(config, down)
         found, tried, deadline = [], 0, clock() + budget_s
         for number, (k, n) in enumerate(shapes):
             share_s = (deadline - clock()) / (len(shapes) - number)
             tuned, count = _tune_matmul(k, n, rows, simulate, clock() + share_s, clock, progress)
             tried += count
             found += [] if tuned is None else [tuned]
-    if not found:
-        return TuneResult(before_us, before_us, False, (), tried)
-    with tempfile.TemporaryDirectory() as folder:
-        trial = Path(folder) / "tiles.json"
-        if table.is_file():
-            trial.write_bytes(table.read_bytes())
-        merge_table(trial, found)
-        with _table_in_effect(trial):
-            after_us = simulate(layer)
-    kept = after_us < before_us
+    found.sort(key=lambda entry: entry.simulated_us - entry.before_us)
+    kept, after_us = _gaining(found, layer, before_us, simulate, table)
     if kept:
-        merge_table(table, found)
-    return TuneResult(before_us, after_us, kept, tuple(found), tried)
+        merge_table(table, kept)
+    dropped = tuple(entry for entry in found if entry not in kept)
+    return TuneResult(before_us, after_us, tuple(kept), dropped, tried)
+
+
+def _matmuls(config: ModelConfig, down: DownDtype) -> list[tuple[int, int]]:
+    """Depth and columns of a layer's INT8 matmuls, but for Q, K and V, whose tasks share one wave."""
+    hidden, inter = config.hidden_size, config.intermediate_size
+    shapes = {(config.q_size, hidden), (hidden, inter)} | ({(inter, hidden)} if down == "int8" else set())
+    return sorted(shapes)
+
+
+def _gaining(
+    found: list[TunedTile], layer: DecodeLayer, before_us: float, simulate: Simulate, table: Path
+) -> tuple[list[TunedTile], float]:
+    """Those of `found` with each of which the layer gains, taken in turn, and its time with all of them."""
+    kept: list[TunedTile] = []
+    best_us = before_us
+    with tempfile.TemporaryDirectory() as folder:
+        for number, entry in enumerate(found):
+            trial = Path(folder) / f"tiles-{number}.json"
+            if table.is_file():
+                trial.write_bytes(table.read_bytes())
+            merge_table(trial, [*kept, entry])
+            with _table_in_effect(trial):
+                time_us = simulate(layer)
+            if time_us < best_us:
+                kept, best_us = [*kept, entry], time_us
+    return kept, best_us
 
 
 def _tune_matmul(
@@ -127,7 +147,7 @@ def _tune_matmul(
     progress: Progress | None,
 ) -> tuple[TunedTile | None, int]:
     """The best tile found before `deadline`, None if it is the one in use, and how many were simulated."""
-    used = choose_cube_tile(k, n, 1, rows)
+    used = choose_stream_tile(k, n)
     before_us = simulate(LinearW8A8(LinearW8A8Spec.of(k, n, rows, used)))
     best, best_us, tried = used, before_us, 1
     for tile in candidate_tiles(k, n, rows):
@@ -146,7 +166,7 @@ def _tune_matmul(
             best, best_us = tile, time_us
     if best == used:
         return None, tried
-    return TunedTile(k, n, _round_up(rows, 16), 1, best, before_us, best_us), tried
+    return TunedTile(k, n, BATCH_WINDOW_ROWS, 1, best, before_us, best_us), tried
 
 
 def _allowed(k: int, n: int, rows: int, tile: CubeTile) -> bool:

@@ -21,7 +21,9 @@ def tune(
     name: str = typer.Argument(..., metavar="NAME", help="Program to tune: decode_layer."),
     model: str = typer.Option("qwen3-14b", "--model", help="A checkpoint directory, or a built-in shape."),
     rows: int = typer.Option(16, help="Rows of a window."),
-    budget: float = typer.Option(600.0, min=1.0, help="Seconds for the search; two simulations of the layer on top."),
+    budget: float = typer.Option(
+        600.0, min=1.0, help="Seconds for the search; a simulation of the layer for each tile found on top."
+    ),
     table: Path | None = typer.Option(
         None, help="Table to write to, read where $PYPTO_DEPLOY_TILES names it [default: the one in effect]."
     ),
@@ -45,11 +47,18 @@ def tune(
     if as_json:
         emit_json({"model": model, "table": str(target), **asdict(result)})
         return
-    columns = ["k", "n", "tile m, k in L0, k left, k right, n", "before us", "simulated us"]
+    columns = ["k", "n", "tile m, k in L0, k left, k right, n", "alone before us", "alone us", "kept"]
     found = [
-        [entry.k, entry.n, ", ".join(map(str, asdict(entry.tile).values())), entry.before_us, entry.simulated_us]
-        for entry in result.tiles
+        [
+            entry.k,
+            entry.n,
+            ", ".join(map(str, asdict(entry.tile).values())),
+            entry.before_us,
+            entry.simulated_us,
+            entry in result.kept,
+        ]
+        for entry in (*result.kept, *result.dropped)
     ]
     emit_table(f"Tiles of {name}, {Path(model).name} (cost model of the Ascend 910B2)", columns, found)
-    kept = f"written to {target}" if result.kept else "not kept: the whole layer gained nothing"
+    kept = f"written to {target}" if result.kept else "nothing written: no tile made the whole layer faster"
     emit_line(f"layer: {result.before_us:.1f} us before, {result.after_us:.1f} us after; {kept}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.errors import ProgramError
 from kernels.goldens import PAGE_TOKENS, LayerShape, LayerWeights, TokenRows, attention_inputs, decoder_layer
 from kernels.programs.base import Argument, Program, ProgramSpec
-from kernels.tile_plan import check_layer_tiles
+from kernels.tile_plan import check_decode_tiles
 from quantize.model_config import ModelConfig
 from quantize.numerics import rope_tables
 from quantize.rope import RopeScaling
@@ -161,7 +161,7 @@ class DecodeLayer(Program):
 
     def check_tiles(self) -> None:
         """The tiles around every matmul, with all rows in one window."""
-        check_layer_tiles(self.spec, self.spec.down, self.spec.batch_rows)
+        check_decode_tiles(self.spec, self.spec.down, self.spec.batch_rows)
 
     def sample_inputs(self, seed: int) -> dict[str, Tensor]:
         """Random slabs, hidden rows and cache contents; pages in shuffled order, so that a wrong page shows."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from kernels.errors import ProgramError
 from kernels.tile_rules import L0_BYTES
 from kernels.tiles import CUBE_CORES, CubeTile, check_cube_tile
+from kernels.tuned_tiles import tuned_tile
 
 __all__ = ["choose_stream_tile", "one_wave_columns", "tasks_per_core"]
 
@@ -27,9 +28,12 @@ MAX_WAVE_COLUMNS = 320
 def choose_stream_tile(k: int, n: int, columns: int | None = None) -> CubeTile:
     """Tile of an INT8 matmul of up to 16 rows, `[16, k] x [k, n]`: the one whose copies take the least time.
 
-    `columns` is the width of a task, by default an equal share per core of at most 256. Raises ProgramError when no
-    tile fits.
+    `columns` is the width of a task, by default an equal share per core of at most 256. A matmul in the table of tuned
+    tiles gets its tile from there. Raises ProgramError when no tile fits.
     """
+    tuned = tuned_tile(k, n, ROWS, 1)
+    if tuned is not None and columns in (None, tuned.n):
+        return tuned
     if columns is None:
         columns = min(_round_up(-(-n // CUBE_CORES), 32), MAX_COLUMNS)
     depth = next((size for size in (256, 128, 64, 32) if size * columns <= L0_BYTES), 0)

@@ -40,7 +40,7 @@ def test_every_built_in_model_has_tiles_that_fit(model: str, down: str) -> None:
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        (layer(rows=64), r"wq: vector tile \[64, 448\] does not fit: vector-ub: "),
+        (layer(rows=64), r"w_gate, w_up: vector tile \[64, 512\] does not fit: vector-ub: "),
         (layer(hidden_size=24608), r"norm of hidden_size: vector tile \[1, 24608\] does not fit: vector-ub: "),
         (head(window_rows=128), r"lm_head_weight: vector tile \[128, 256\] does not fit: vector-ub: "),
         (head(window_rows=16, hidden_size=32768), "norm of hidden_size: .* vector-ub: "),

@@ -16,6 +16,7 @@ from kernels.check_cache import CheckCache
 from kernels.errors import ProgramError
 from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer
+from kernels.programs.decode_tiles import choose_stream_tile
 from kernels.programs.linear import LinearW8A8, LinearW8A8Spec
 from kernels.tile_rules import CubeTile, check_cube_tile
 from kernels.tiles import choose_cube_tile
@@ -56,18 +57,13 @@ def test_gains_go_into_the_table_and_from_there_to_the_choice_of_tiles(
     times = itertools.count(500, -1)
     table = tmp_path / "tiles.json"
     result = tune_decode_layer(CONFIG, prefers(160, lambda: float(next(times))), table, budget_s=1e9)
-    assert (result.before_us, result.after_us, result.kept) == (500, 499, True)
-    assert {(entry.k, entry.n) for entry in result.tiles} == {
-        (1024, 2048),
-        (1024, 1024),
-        (2048, 1024),
-        (1024, 3072),
-        (3072, 1024),
-    }
-    assert all(entry.tile.n == 160 and entry.simulated_us < entry.before_us for entry in result.tiles)
+    assert (result.before_us, result.after_us, result.dropped) == (500, 497, ())
+    assert {(entry.k, entry.n) for entry in result.kept} == {(2048, 1024), (1024, 3072), (3072, 1024)}
+    assert all(entry.tile.n == 160 and entry.simulated_us < entry.before_us for entry in result.kept)
     assert choose_cube_tile(1024, 3072, 1).n != 160
     monkeypatch.setenv(TABLE_VARIABLE, str(table))
-    assert choose_cube_tile(1024, 3072, 1).n == 160
+    assert choose_cube_tile(1024, 3072, 1).n == choose_stream_tile(1024, 3072).n == 160
+    assert choose_stream_tile(1024, 3072, columns=128).n == 128
     assert choose_cube_tile(1024, 3072, 1, rows=64).n != 160
     assert choose_cube_tile(1024, 3072, 1, columns=96).n == 96
 
@@ -75,8 +71,7 @@ def test_gains_go_into_the_table_and_from_there_to_the_choice_of_tiles(
 def test_nothing_is_kept_when_the_whole_layer_gains_nothing(tmp_path: Path) -> None:
     table = tmp_path / "tiles.json"
     result = tune_decode_layer(CONFIG, prefers(160, lambda: 500.0), table, budget_s=1e9)
-    assert not result.kept
-    assert len(result.tiles) == 5
+    assert (result.kept, len(result.dropped), result.after_us) == ((), 3, 500)
     assert not table.exists()
 
 
@@ -85,12 +80,12 @@ def test_the_budget_ends_the_search(tmp_path: Path) -> None:
     result = tune_decode_layer(
         CONFIG, prefers(160, lambda: 1.0), tmp_path / "t", budget_s=30, clock=lambda: float(next(now))
     )
-    assert 5 <= result.tried < 40
+    assert 3 <= result.tried < 40
 
 
 def test_a_matmul_at_its_bandwidth_is_not_searched(tmp_path: Path) -> None:
     result = tune_decode_layer(CONFIG, lambda program: 0.1, tmp_path / "t", budget_s=1e9)
-    assert (result.tried, result.tiles) == (5, ())
+    assert (result.tried, result.kept, result.dropped) == (3, (), ())
 
 
 def test_windows_out_of_range_are_refused(tmp_path: Path) -> None:
