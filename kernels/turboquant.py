@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,26 +22,8 @@ from torch import Tensor
 from kernels.errors import ContractError
 from quantize.numerics import to_bf16
 
-KV_FORMATS = ("bf16", *(f"turboquant{bits}{sketch}" for bits in (2, 3, 4) for sketch in ("", "-qjl")))
-"""How a cache may keep keys and values; with `-qjl` one of a key's bits is the sketch's, values have none."""
 NORM_EPS = 1e-6
 _LLOYD_STEPS = 2000
-
-
-@dataclass(frozen=True)
-class KvFormat:
-    """TurboQuant with `bits` a coordinate; `sketch` spends one bit of the keys' on unbiased inner products."""
-
-    bits: int
-    sketch: bool
-
-
-def parse_kv_format(name: str) -> KvFormat | None:
-    """The format that `name` of KV_FORMATS means, None for `bf16`; raises ContractError for another name."""
-    if name not in KV_FORMATS:
-        raise ContractError(f"found KV format {name!r}; expected one of {', '.join(KV_FORMATS)}")
-    match = re.fullmatch(r"turboquant(\d)(-qjl)?", name)
-    return None if match is None else KvFormat(int(match[1]), match[2] is not None)
 
 
 @functools.cache
@@ -123,7 +104,7 @@ class TurboQuant:
 
     def encode(self, x: Tensor) -> Encoded:
         """Encode FP32 `[n, d]` (values of BF16). A coordinate on a boundary belongs to the cell above it."""
-        norms = (self._sums.row_sum(x * x) + NORM_EPS).sqrt()
+        norms = _root(self._sums.row_sum(x * x) + NORM_EPS)
         turned = self._sums.matmul(to_bf16(x / norms.unsqueeze(1)).to(torch.float32), self.rotation)
         codes = (turned.unsqueeze(-1) >= self.boundaries).sum(dim=-1, dtype=torch.uint8)
         if self.projection is None:
@@ -131,7 +112,7 @@ class TurboQuant:
         residual = turned - self.centroids[codes.long()]
         projected = self._sums.matmul(residual, self.projection.t().contiguous())
         signs = torch.where(projected >= 0, 1.0, -1.0)
-        return Encoded(codes, norms, signs, self._sums.row_sum(residual * residual).sqrt())
+        return Encoded(codes, norms, signs, _root(self._sums.row_sum(residual * residual)))
 
     def decode(self, encoded: Encoded) -> Tensor:
         """The vectors BF16 `[n, d]`: codebook and sketch summed in the rotated space, scaled, narrowed, turned back.
@@ -184,6 +165,11 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     per = codes_per_byte(bits)
     width = 8 // per
     return torch.cat([packed >> (place * width) & (2**width - 1) for place in range(per)], dim=-1)
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root of FP32 rounded correctly, which torch's own in FP32 is not on every CPU."""
+    return x.to(torch.float64).sqrt().to(torch.float32)
 
 
 def _orthogonal(n: int, generator: torch.Generator) -> Tensor:

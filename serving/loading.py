@@ -26,7 +26,7 @@ WARM_UP_TOKENS = 2
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How to load a bundle: which executor, its KV cache in pages, its threads (None: its own choice).
+    """How to load a bundle: which executor, its KV cache in pages, its threads (None: its own choice), its KV format.
 
     With `verify` everything in the bundle is hashed first, so that a damaged one never comes up.
     """
@@ -34,6 +34,7 @@ class LoadOptions:
     kind: ExecutorKind = "cpu"
     num_pages: int = DEFAULT_NUM_PAGES
     threads: int | None = None
+    kv: str = "bf16"
     verify: bool = True
     engine: EngineOptions = field(default_factory=EngineOptions)
 
@@ -45,7 +46,7 @@ def load_deployment(bundle: Bundle, options: LoadOptions) -> Deployment:
         if problems:
             raise BundleError(f"bundle {bundle.digest} is damaged", problems)
     tokenizer = Tokenizer.load(bundle.checkpoint_dir)
-    executor = open_executor(bundle.slabs_dir, options.kind, options.num_pages, options.threads)
+    executor = open_executor(bundle.slabs_dir, options.kind, options.num_pages, options.threads, options.kv)
     engine = AsyncEngine(Engine(executor, tokenizer, options.engine))
     logger.info("loaded bundle %s on executor %s", bundle.digest, options.kind)
     return Deployment(engine, tokenizer, bundle.digest, options.kind, describe_executor(executor))
@@ -59,6 +60,7 @@ def describe_executor(executor: Executor) -> dict[str, Any]:
         "backend": executor.backend,
         "instruction_set": executor.instruction_set,
         "threads": executor.threads,
+        "kv": executor.kv,
     }
 
 

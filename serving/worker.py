@@ -30,6 +30,7 @@ from typing import Any, get_args
 import uvicorn
 
 from kernels.errors import KernelsError
+from kernels.kv_format import KV_FORMATS
 from serving.alias_history import AliasMove
 from serving.api.app import create_app
 from serving.bundle import Bundle
@@ -292,12 +293,13 @@ def serve(
     port: int = 8000,
     served_model_name: str | None = None,
     kind: ExecutorKind = "cpu",
+    kv: str = "bf16",
 ) -> int:
     """Serve `ref` (an alias, which is followed, a digest or a bundle folder) until told to stop; returns the exit code.
 
     Raises ServingError before anything is served when `ref` means nothing or the port is taken.
     """
-    options = WorkerOptions(store_root, ref, host, port, served_model_name, LoadOptions(kind=kind))
+    options = WorkerOptions(store_root, ref, host, port, served_model_name, LoadOptions(kind=kind, kv=kv))
     return run_worker(options)
 
 
@@ -312,6 +314,7 @@ def parse_arguments(arguments: Sequence[str]) -> WorkerOptions:
     parser.add_argument("--executor", choices=get_args(ExecutorKind), default="cpu")
     parser.add_argument("--num-pages", type=int, default=DEFAULT_NUM_PAGES, help="KV cache pages of 128 tokens")
     parser.add_argument("--threads", type=int, help="threads of the executor")
+    parser.add_argument("--kv", choices=KV_FORMATS, default="bf16", help="how the cache keeps keys and values")
     parser.add_argument("--no-verify", action="store_true", help="do not hash the bundle before loading it")
     parser.add_argument("--ready-file", type=Path, help="written once requests are answered")
     parser.add_argument("--load-timeout", type=float, default=600.0, help="seconds for a bundle to come up")
@@ -325,7 +328,11 @@ def parse_arguments(arguments: Sequence[str]) -> WorkerOptions:
         port=values.port,
         served_model_name=values.served_model_name,
         load=LoadOptions(
-            kind=values.executor, num_pages=values.num_pages, threads=values.threads, verify=not values.no_verify
+            kind=values.executor,
+            num_pages=values.num_pages,
+            threads=values.threads,
+            kv=values.kv,
+            verify=not values.no_verify,
         ),
         ready_file=values.ready_file,
         load_timeout_s=values.load_timeout,

@@ -109,9 +109,9 @@ def measure_quality(work: Path, key: str, source: Path, slabs: Path, max_tokens:
 
 
 @contextmanager
-def opened_executor(slabs: Path, window_tokens: int = WINDOW_TOKENS) -> Iterator[Executor]:
-    """The CPU executor on `slabs` with room for one window, closed afterwards."""
-    executor = open_executor(slabs, kind="cpu", num_pages=-(-window_tokens // PAGE_TOKENS))
+def opened_executor(slabs: Path, window_tokens: int = WINDOW_TOKENS, kv: str = "bf16") -> Iterator[Executor]:
+    """The CPU executor on `slabs` with room for one window and its cache kept as `kv` says, closed afterwards."""
+    executor = open_executor(slabs, kind="cpu", num_pages=-(-window_tokens // PAGE_TOKENS), kv=kv)
     try:
         yield executor
     finally:

@@ -16,6 +16,7 @@ from flows import console
 from flows.cli.output import JSON_OPTION, STORE_OPTION, FailedError, emit_json, emit_line, emit_table
 from flows.cli.programs import programs_table
 from flows.settings import Store, UsageError, configure_environment, resolve_store
+from kernels.kv_format import KvName
 
 
 class Platform(StrEnum):
@@ -108,6 +109,7 @@ def serve(
     host: str = typer.Option("127.0.0.1", help="Address to listen on."),
     port: int = typer.Option(8000, min=0, max=65535, help="Port; 0 takes a free one."),
     served_model_name: str | None = typer.Option(None, help="Model name in the API [default: the bundle's name]."),
+    kv: KvName = typer.Option(KvName("bf16"), help="How the cache keeps keys and values."),
 ) -> None:
     """Serve a bundle over an OpenAI-compatible API; an alias is followed as it moves."""
     from serving.worker import serve as run_worker
@@ -116,7 +118,7 @@ def serve(
     folder = resolve_store(store)
     if not folder.root.is_dir() and not Path(ref).is_dir():
         raise UsageError(f"no store at {folder.root}; make one with `pypto-deploy release`, or name it with --store")
-    if run_worker(ref, folder.root, host=host, port=port, served_model_name=served_model_name) != 0:
+    if run_worker(ref, folder.root, host=host, port=port, served_model_name=served_model_name, kv=kv.value) != 0:
         raise FailedError(f"{ref} did not come up; the log above says why")
 
 

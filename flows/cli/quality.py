@@ -14,6 +14,7 @@ import typer
 from flows import console
 from flows.cli.output import JSON_OPTION, STORE_OPTION, emit_json, emit_line, emit_table
 from flows.settings import UsageError, resolve_store
+from kernels.kv_format import KvName
 
 if TYPE_CHECKING:
     from kernels.contract import DownDtype
@@ -55,6 +56,9 @@ def quality(
     executor: Runner = typer.Option(
         Runner.transformers, help="What runs the candidates: `transformers`, or this project's `cpu` executor."
     ),
+    kv: list[KvName] | None = typer.Option(
+        None, help="With `--executor cpu`: how its cache keeps keys and values; several make a column each."
+    ),
     dtype: Arithmetic = typer.Option(
         Arithmetic.float32, help="Arithmetic of models run by transformers; the source's weights are the same in both."
     ),
@@ -64,6 +68,10 @@ def quality(
     """Compare quantized checkpoints with their source: perplexity, KL, agreement, layers, outliers."""
     if out is not None and out.exists():
         raise UsageError(f"{out} exists; expected a path to create. Choose another --out or remove it first")
+    if kv and executor is not Runner.cpu:
+        raise UsageError(
+            f"--kv is a choice of this project's executor, found --executor {executor}; add --executor cpu"
+        )
     import torch
 
     from quantize.quality_report import write_quality_report
@@ -81,7 +89,11 @@ def quality(
     if previous is not None:
         directories.append((f"previous ({Path(previous).name[:12]})", _previous_checkpoint(previous, store)))
     with console.ReleaseConsole().step("quality") as line:
-        chosen = [_candidate(name, path, executor, window) for name, path in directories]
+        chosen = [
+            _candidate(name, path, executor, window, kept.value)
+            for name, path in directories
+            for kept in kv or [KvName("bf16")]
+        ]
         findings = measure(source, chosen, options, progress=line.advance, note=line.note).to_json()
         line.outcome = f"{findings['positions']:,} positions of {findings['text']}"
         if out is not None:
@@ -117,18 +129,19 @@ def _previous_checkpoint(reference: str, store: str | None) -> Path:
     return BundleStore(root).resolve(reference).path / "checkpoint"
 
 
-def _candidate(name: str, directory: Path, runner: Runner, window: int) -> Candidate:
+def _candidate(name: str, directory: Path, runner: Runner, window: int, kv: str) -> Candidate:
     from quantize.quality_run import Candidate
 
     if runner is Runner.transformers:
         return Candidate(name, directory)
     from tasks.quality import EXECUTOR_NAME
 
-    return Candidate(name, directory, lambda: _staged_logits(directory, window), ran_as=EXECUTOR_NAME)
+    label, ran_as = (name, EXECUTOR_NAME) if kv == "bf16" else (f"{name}, KV {kv}", f"{EXECUTOR_NAME}, KV {kv}")
+    return Candidate(label, directory, lambda: _staged_logits(directory, window, kv), ran_as=ran_as)
 
 
 @contextmanager
-def _staged_logits(checkpoint: Path, window: int) -> Iterator[LogitsFn]:
+def _staged_logits(checkpoint: Path, window: int, kv: str) -> Iterator[LogitsFn]:
     """The CPU executor on `checkpoint`, staged into a temporary folder that is gone afterwards."""
     from kernels.staging import stage_checkpoint
     from tasks.quality import executor_logits_fn, opened_executor
@@ -136,7 +149,7 @@ def _staged_logits(checkpoint: Path, window: int) -> Iterator[LogitsFn]:
     with tempfile.TemporaryDirectory(prefix="pypto-deploy-") as scratch:
         slabs = Path(scratch) / "slabs"
         stage_checkpoint(checkpoint, slabs, down=_down_form(checkpoint))
-        with opened_executor(slabs, window) as executor:
+        with opened_executor(slabs, window, kv) as executor:
             yield executor_logits_fn(executor)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.slabs import Slabs
 from serving.errors import ExecutorError
 from serving.executor.base import PAGE_TOKENS, Chunk
+from serving.executor.kv_codec import open_codec
 from serving.executor.native import NativeStep, default_threads
 from serving.executor.native_build import NativeUnavailableError
 from serving.executor.step import StepRows, plan_step
@@ -46,7 +47,8 @@ class CpuExecutor:
     """An `Executor` on the CPU; `backend` and `instruction_set` say what computes.
 
     `backend=None` takes the native step and falls back to torch with one warning when it cannot be built;
-    `backend="native"` raises NativeUnavailableError instead. `threads=None` takes the cores free now, at most 8.
+    `backend="native"` raises NativeUnavailableError instead. `threads=None` takes the cores free now, at most 8. `kv`
+    names how keys and values are kept (`kernels.kv_format.KV_FORMATS`).
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class CpuExecutor:
         threads: int | None = None,
         backend: BackendName | None = None,
         instruction_set: str | None = None,
+        kv: str = "bf16",
     ) -> None:
         if num_pages < 1:
             raise ExecutorError(f"num_pages is {num_pages}; expected at least 1")
@@ -67,6 +70,8 @@ class CpuExecutor:
         self.num_pages = num_pages
         self.max_context_tokens = slabs.tensors["rope_cos"].shape[0]
         self.threads = threads if threads is not None else default_threads()
+        self.kv = kv
+        self._codec = open_codec(kv, slabs.config)
         self._lock = threading.Lock()
         slots = self.config.num_layers * num_pages * PAGE_TOKENS
         self._k_cache = _lazy_zeros_bf16(slots, self.config.kv_size)
@@ -98,14 +103,14 @@ class CpuExecutor:
     def _open_backend(self, slabs: Slabs, backend: BackendName | None, instruction_set: str | None) -> StepBackend:
         if backend != "torch":
             try:
-                return NativeStep(slabs, self._k_cache, self._v_cache, self.threads, instruction_set)
+                return NativeStep(slabs, self._k_cache, self._v_cache, self.threads, instruction_set, self._codec)
             except NativeUnavailableError as error:
                 if backend == "native":
                     raise
                 logger.warning(
                     "the native CPU step is not available, using torch, which is many times slower: %s", error
                 )
-        return TorchStep(slabs, self._k_cache, self._v_cache)
+        return TorchStep(slabs, self._k_cache, self._v_cache, self._codec)
 
 
 def _lazy_zeros_bf16(rows: int, columns: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.slabs import Slabs
 from serving.errors import ExecutorError
+from serving.executor.kv_codec import KvCodec
 from serving.executor.native_build import NativeUnavailableError, build_library, resolve_instruction_set
 from serving.executor.step import StepRows
 
@@ -39,6 +40,8 @@ _SHAPE_FIELDS = (
     "num_pages",
     "max_rows",
     "threads",
+    "key_levels",
+    "value_levels",
 )
 _SLAB_FIELDS = (
     "embed_weight",
@@ -68,6 +71,14 @@ _SLAB_FIELDS = (
     "rope_cos",
     "rope_sin",
 )
+_CODEC_FIELDS = (
+    "kv_rotations",
+    "key_projections",
+    "key_centroids",
+    "key_boundaries",
+    "value_centroids",
+    "value_boundaries",
+)
 _STEP_POINTERS = ("token_ids", "positions", "sequence", "tables", "logit_rows", "logits")
 
 
@@ -80,7 +91,7 @@ class _Shape(ctypes.Structure):
 
 
 class _Slabs(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in (*_SLAB_FIELDS, "k_cache", "v_cache"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in (*_SLAB_FIELDS, "k_cache", "v_cache", *_CODEC_FIELDS))
 
 
 class _Step(ctypes.Structure):
@@ -151,7 +162,13 @@ class NativeStep:
     name = "native"
 
     def __init__(
-        self, slabs: Slabs, k_cache: Tensor, v_cache: Tensor, threads: int, instruction_set: str | None = None
+        self,
+        slabs: Slabs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        threads: int,
+        instruction_set: str | None = None,
+        codec: KvCodec | None = None,
     ) -> None:
         config = slabs.config
         for field in ("hidden_size", "intermediate_size", "head_dim"):
@@ -162,7 +179,8 @@ class NativeStep:
         self._library = load_library(instruction_set)
         self.instruction_set = self._library.decoder_int8_path().decode()
         # The library reads embedding, norms and RoPE tables in place, so the tensors live as long as the handle.
-        self._kept = (slabs, k_cache, v_cache)
+        tables: dict[str, Tensor | None] = {} if codec is None else codec.native_tables()
+        self._kept = (slabs, k_cache, v_cache, tables)
         num_pages = k_cache.shape[0] // config.num_layers // 128
         shape = _Shape(
             config.num_layers,
@@ -175,6 +193,8 @@ class NativeStep:
             num_pages,
             MAX_ROWS,
             threads,
+            0 if codec is None else len(codec.keys[0].centroids),
+            0 if codec is None else len(codec.values[0].centroids),
             config.rms_norm_eps,
             config.head_dim**-0.5,
         )
@@ -182,6 +202,7 @@ class NativeStep:
             *(slabs.tensors[name].data_ptr() if name in slabs.tensors else None for name in _SLAB_FIELDS),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
+            *(table.data_ptr() if (table := tables.get(name)) is not None else None for name in _CODEC_FIELDS),
         )
         self._message = ctypes.create_string_buffer(MESSAGE_BYTES)
         self._handle = self._library.decoder_create(

@@ -14,6 +14,7 @@ from kernels.goldens import LayerWeights
 from kernels.slabs import Slabs
 from quantize.numerics import apply_rope, linear_w8a8, quantize_activation, to_bf16
 from serving.executor.base import PAGE_TOKENS
+from serving.executor.kv_codec import KvCodec
 from serving.executor.lanes import exponential, lane_sum, matmul_in_order, rms_norm
 from serving.executor.step import StepRows
 
@@ -28,8 +29,9 @@ class TorchStep:
 
     name = "torch"
 
-    def __init__(self, slabs: Slabs, k_cache: Tensor, v_cache: Tensor) -> None:
+    def __init__(self, slabs: Slabs, k_cache: Tensor, v_cache: Tensor, codec: KvCodec | None = None) -> None:
         self._slabs = slabs
+        self._codec = codec
         self._eps = slabs.config.rms_norm_eps
         self._k_cache = k_cache.view(slabs.config.num_layers, -1, slabs.config.kv_size)
         self._v_cache = v_cache.view(slabs.config.num_layers, -1, slabs.config.kv_size)
@@ -79,8 +81,12 @@ class TorchStep:
         cos, sin = tensors["rope_cos"][positions], tensors["rope_sin"][positions]
         pages = tables.gather(1, (positions // PAGE_TOKENS)[:, None])[:, 0]
         slots = pages * PAGE_TOKENS + positions % PAGE_TOKENS
-        self._k_cache[index][slots] = to_bf16(apply_rope(k, cos, sin)).reshape(count, -1)
-        self._v_cache[index][slots] = to_bf16(v)
+        keys, values = to_bf16(apply_rope(k, cos, sin)), to_bf16(v).view(k.shape)
+        if self._codec is not None:
+            keys = self._codec.key(index, keys.to(torch.float32))
+            values = self._codec.value(index, values.to(torch.float32))
+        self._k_cache[index][slots] = keys.reshape(count, -1)
+        self._v_cache[index][slots] = values.reshape(count, -1)
         query = to_bf16(apply_rope(q, cos, sin)).to(torch.float32)
         context = self._attention(query, index, positions, tables)
         codes, scale = quantize_activation(to_bf16(context).reshape(count, -1))

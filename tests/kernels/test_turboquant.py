@@ -9,16 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels.errors import ContractError
-from kernels.turboquant import (
-    KV_FORMATS,
-    KvFormat,
-    TurboQuant,
-    lloyd_max,
-    pack_codes,
-    parse_kv_format,
-    theoretical_mse,
-    unpack_codes,
-)
+from kernels.kv_format import KV_FORMATS, KvFormat, parse_kv_format
+from kernels.turboquant import TurboQuant, lloyd_max, pack_codes, theoretical_mse, unpack_codes
 from quantize.numerics import to_bf16
 
 MAX_TABLE = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}

@@ -16,6 +16,7 @@
 #include "bf16_linear.hpp"
 #include "decoder_abi.hpp"
 #include "int8_linear.hpp"
+#include "kv_codec.hpp"
 #include "packed_weights.hpp"
 #include "row_math.hpp"
 #include "thread_pool.hpp"
@@ -36,7 +37,7 @@ class Decoder {
           kv_size_(shape.num_kv_heads * shape.head_dim), layers_(shape.num_layers) {
         pack();
         const size_t rows = shape.max_rows;
-        const int widest = std::max({shape.hidden, shape.intermediate, q_size_, 2 * shape.head_dim});
+        const int widest = std::max({shape.hidden, shape.intermediate, q_size_, 5 * shape.head_dim});
         residual_.resize(rows * shape.hidden);
         qkv_.resize(rows * (q_size_ + 2 * kv_size_));
         queries_.resize(rows * q_size_);
@@ -265,9 +266,34 @@ class Decoder {
             const float* norm = slabs_.k_norm_weight ? slabs_.k_norm_weight + gamma : nullptr;
             float* rotated = scratch + dim;
             norm_and_rotate(qkv + q_size_ + h * dim, norm, cos, sin, scratch, rotated);
+            if (shape_.key_levels) keep_and_read(key_tables(layer), dim, rotated, scratch + 2 * dim);
             for (int i = 0; i < dim; i += kLanes) L::store_bf16(key + h * dim + i, L::load(rotated + i));
         }
-        for (int i = 0; i < kv_size_; i += kLanes) L::store_bf16(value + i, L::load(qkv + q_size_ + kv_size_ + i));
+        const float* values = qkv + q_size_ + kv_size_;
+        if (shape_.value_levels == 0) {
+            for (int i = 0; i < kv_size_; i += kLanes) L::store_bf16(value + i, L::load(values + i));
+            return;
+        }
+        for (int h = 0; h < kv_size_; h += dim) {
+            for (int i = 0; i < dim; i += kLanes) L::store(scratch + i, L::round_bf16(L::load(values + h + i)));
+            keep_and_read(value_tables(layer), dim, scratch, scratch + 2 * dim);
+            for (int i = 0; i < dim; i += kLanes) L::store_bf16(value + h + i, L::load(scratch + i));
+        }
+    }
+
+    KvTables key_tables(int layer) const {
+        const size_t size = static_cast<size_t>(shape_.head_dim) * shape_.head_dim;
+        const float* rotation = slabs_.kv_rotations + 4 * size * layer;
+        const float* projection = slabs_.key_projections ? slabs_.key_projections + 2 * size * layer : nullptr;
+        return {rotation, rotation + size, projection, projection ? projection + size : nullptr, slabs_.key_centroids,
+            slabs_.key_boundaries, shape_.key_levels};
+    }
+
+    KvTables value_tables(int layer) const {
+        const size_t size = static_cast<size_t>(shape_.head_dim) * shape_.head_dim;
+        const float* rotation = slabs_.kv_rotations + size * (4 * static_cast<size_t>(layer) + 2);
+        return {rotation, rotation + size, nullptr, nullptr, slabs_.value_centroids, slabs_.value_boundaries,
+            shape_.value_levels};
     }
 
     // One head: optional RMS norm, half-split rotation, rounded to BF16 (kept as FP32).

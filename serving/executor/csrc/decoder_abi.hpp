@@ -9,6 +9,7 @@ extern "C" {
 
 struct DecoderShape {
     int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, real_vocab, num_pages, max_rows, threads;
+    int32_t key_levels, value_levels;  // of the cache's codebooks; 0 keeps BF16
     float rms_norm_eps;
     float attention_scale;
 };
@@ -32,6 +33,9 @@ struct DecoderSlabs {
     const uint16_t* lm_head_weight;
     const float *rope_cos, *rope_sin;
     uint16_t *k_cache, *v_cache;  // [layers * pages * 128, kv_size]
+    // Null while the cache keeps BF16. Each matrix is followed by its transpose: rotations [layers, keys and values, 2, d, d],
+    // projections [layers, 2, d, d] (null without a sketch).
+    const float *kv_rotations, *key_projections, *key_centroids, *key_boundaries, *value_centroids, *value_boundaries;
 };
 
 // `tables` is [sequences, table_stride]; `sequence` names a row's table; `logit_rows` names the rows to return.
