@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from kernels.contract import PAGE_TOKENS
 from kernels.errors import ContractError
@@ -22,7 +20,10 @@ from kernels.shape_rules import ShapeRule, shape_problems
 from kernels.stage_contract import Stage
 from quantize.model_config import ModelConfig
 
-__all__ = ["CANN", "PROGRAM", "Operator", "check_implementation", "find_operator", "fused_attention"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CANN", "PROGRAM", "Operator", "check_implementation", "find_operator", "fused_attention", "unavailable"]
 
 PROGRAM = "program"
 """The implementation by a compiled PyPTO program; every stage has it."""
@@ -81,6 +82,18 @@ def check_implementation(stage: Stage, choice: str, config: ModelConfig) -> None
     if problems := shape_problems(operator.rules, config):
         raise ContractError(f"implementation {choice!r} of stage {stage.name} cannot serve: {'; '.join(problems)}")
     find_operator(operator)
+
+
+def unavailable(stage: Stage) -> dict[str, str]:
+    """The implementations of `stage` that cannot run on this machine, each with the reason."""
+    reasons = {}
+    for name in stage.implementations:
+        if name != PROGRAM:
+            try:
+                find_operator(OPERATORS[name])
+            except ContractError as error:
+                reasons[name] = str(error)
+    return reasons
 
 
 def fused_attention(tensors: Mapping[str, Tensor], config: ModelConfig) -> None:

@@ -120,8 +120,12 @@ def contracts(
 
 def _show(contract: Contract, as_json: bool) -> None:
     """Every stage of a contract with its arguments in call order."""
+    from kernels.extern import unavailable
+
     if as_json:
-        emit_json({"name": contract.name, "fingerprint": contract.fingerprint(), **contract.to_json()})
+        missing = {stage.name: reasons for stage in contract.stages if (reasons := unavailable(stage))}
+        described = {"name": contract.name, "fingerprint": contract.fingerprint(), "unavailable_here": missing}
+        emit_json({**described, **contract.to_json()})
         return
     for stage in contract.stages:
         rows = [
@@ -130,8 +134,9 @@ def _show(contract: Contract, as_json: bool) -> None:
         ]
         title = f"{contract.name}: {stage.name}, by {' or '.join(stage.implementations)}"
         emit_table(title, ["", "argument", "dtype", "shape", "direction", "slab"], rows)
-        if stage.note:
-            emit_line(stage.note)
+        for line in (stage.note, *unavailable(stage).values()):
+            if line:
+                emit_line(line)
 
 
 def _write(result: StepEstimate, out: Path) -> None:

@@ -54,6 +54,8 @@ def test_contracts_are_listed_with_what_fits_a_model() -> None:
     assert rows["pypto-deploy/llama/w8a8"] == "family is qwen3, expected llama"
     shown = run_json("programs", "contracts", "--show", "pypto-lib/qwen3/w8a8-down-bf16")
     assert [len(stage["arguments"]) for stage in shown["stages"]] == [29, 31, 2, 4]
+    ours = run_json("programs", "contracts", "--show", "pypto-deploy/qwen3/w8a8")
+    assert "torch_npu is not installed here" in ours["unavailable_here"]["paged_attention"]["cann"]
 
 
 def test_estimate_simulates_and_writes_table_picture_and_json(tmp_path: Path) -> None:
