@@ -107,7 +107,7 @@ class Gptq(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    damping: float = Field(strict=True, default=0.01, gt=0.0, le=1.0, allow_inf_nan=False)
+    damping: float = Field(strict=True, default=0.1, gt=0.0, le=1.0, allow_inf_nan=False)
     act_order: bool = Field(default=True, strict=True)
     block_columns: int = Field(strict=True, default=128, ge=1, le=2**14)
 
