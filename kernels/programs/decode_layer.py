@@ -17,15 +17,13 @@ from torch import Tensor
 from kernels.errors import ProgramError
 from kernels.goldens import PAGE_TOKENS, LayerShape, LayerWeights, TokenRows, attention_inputs, decoder_layer
 from kernels.programs.base import Argument, Program, ProgramSpec
+from kernels.programs.layer_slabs import PLACEHOLDER_COLUMNS, golden_weights, shape_problems, slab_arguments
 from kernels.tile_plan import check_decode_tiles
 from quantize.model_config import ModelConfig
 from quantize.numerics import rope_tables
 from quantize.rope import RopeScaling
 
 __all__ = ["DecodeLayer", "DecodeLayerSpec", "layer_arguments", "row_arguments"]
-
-PLACEHOLDER_COLUMNS = 16
-"""Width of the zero row handed over for a slab that a family does not have; the kernel does not read it."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,7 @@ class DecodeLayerSpec(ProgramSpec):
     rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.num_heads % self.num_kv_heads:
-            problems.append(f"{self.num_heads} heads are not a multiple of {self.num_kv_heads} key/value heads")
-        if self.head_dim % 16 or not 16 <= self.head_dim <= 256:
-            problems.append(f"head_dim {self.head_dim} is not 16, 32, 48, ... 256")
-        for name, size in (("hidden_size", self.hidden_size), ("intermediate_size", self.intermediate_size)):
-            if size % 32:
-                problems.append(f"{name} {size} is not a multiple of 32, the INT8 fractal width")
+        problems = shape_problems(self)
         if len(self.contexts) != self.batch_rows or min(self.contexts, default=0) < 1:
             problems.append(f"contexts {self.contexts} must give one length >= 1 for each of {self.batch_rows} rows")
         elif -(-max(self.contexts) // PAGE_TOKENS) > self.pages:
@@ -119,34 +110,11 @@ class DecodeLayer(Program):
     def arguments(self) -> tuple[Argument, ...]:
         """Hidden rows, slabs of the layer, row data, caches, scratch and output."""
         s = self.spec
-        fp32, int8, bf16, int32 = torch.float32, torch.int8, torch.bfloat16, torch.int32
-        bias_q, bias_kv = (s.q_size, s.kv_size) if s.qkv_bias else (PLACEHOLDER_COLUMNS, PLACEHOLDER_COLUMNS)
-        norm = s.head_dim if s.qk_norm else PLACEHOLDER_COLUMNS
-        hidden, inter, q, kv, batch = s.hidden_size, s.intermediate_size, s.q_size, s.kv_size, s.batch_rows
-        down_is_int8 = s.down == "int8"
+        fp32, bf16, int32 = torch.float32, torch.bfloat16, torch.int32
+        hidden, kv, batch = s.hidden_size, s.kv_size, s.batch_rows
         return (
             Argument("x", bf16, (batch, hidden)),
-            Argument("input_rms", fp32, (1, hidden)),
-            Argument("wq", int8, (hidden, q)),
-            Argument("wk", int8, (hidden, kv)),
-            Argument("wv", int8, (hidden, kv)),
-            Argument("wq_scale", fp32, (1, q)),
-            Argument("wk_scale", fp32, (1, kv)),
-            Argument("wv_scale", fp32, (1, kv)),
-            Argument("q_bias", fp32, (1, bias_q)),
-            Argument("k_bias", fp32, (1, bias_kv)),
-            Argument("v_bias", fp32, (1, bias_kv)),
-            Argument("q_norm", fp32, (1, norm)),
-            Argument("k_norm", fp32, (1, norm)),
-            Argument("wo", int8, (q, hidden)),
-            Argument("wo_scale", fp32, (1, hidden)),
-            Argument("post_rms", fp32, (1, hidden)),
-            Argument("w_gate", int8, (hidden, inter)),
-            Argument("w_up", int8, (hidden, inter)),
-            Argument("w_gate_scale", fp32, (1, inter)),
-            Argument("w_up_scale", fp32, (1, inter)),
-            Argument("w_down", int8 if down_is_int8 else bf16, (inter, hidden)),
-            Argument("w_down_scale", fp32, (1, hidden if down_is_int8 else PLACEHOLDER_COLUMNS)),
+            *slab_arguments(s),
             Argument("cos", fp32, (batch, s.head_dim)),
             Argument("sin", fp32, (batch, s.head_dim)),
             Argument("slots", int32, (batch, 1)),
@@ -265,15 +233,7 @@ class DecodeLayer(Program):
 
     def golden_weights(self, tensors: Mapping[str, Tensor]) -> LayerWeights:
         """The slabs among `tensors` as the golden takes them."""
-        s = self.spec
-        optional = {"w_down_scale": s.down == "int8", "q_norm": s.qk_norm, "k_norm": s.qk_norm}
-        optional |= dict.fromkeys(("q_bias", "k_bias", "v_bias"), s.qkv_bias)
-        fields = {}
-        for name in LayerWeights.__dataclass_fields__:
-            if optional.get(name, True):
-                tensor = tensors[name]
-                fields[name] = tensor[0] if tensor.shape[0] == 1 else tensor
-        return LayerWeights(**fields)
+        return golden_weights(self.spec, tensors)
 
     def _golden_rows(self, tensors: Mapping[str, Tensor]) -> TokenRows:
         return TokenRows(

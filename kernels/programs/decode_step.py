@@ -17,7 +17,8 @@ from torch import Tensor
 from kernels.errors import ProgramError
 from kernels.goldens import PAGE_TOKENS, LayerWeights, TokenRows, decode_step
 from kernels.programs.base import Argument, Program, ProgramSpec
-from kernels.programs.decode_layer import PLACEHOLDER_COLUMNS, DecodeLayer, DecodeLayerSpec, row_arguments
+from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, row_arguments
+from kernels.programs.layer_slabs import PLACEHOLDER_COLUMNS
 from kernels.programs.lm_head import CHUNK_TOKENS, LmHeadGreedy, LmHeadSpec
 from quantize.model_config import ModelConfig
 from quantize.numerics import rope_tables
