@@ -68,7 +68,7 @@ int wrong_products() {
 
 uint64_t logits_checksum() {
     constexpr int kTokens = 200, kVocab = 320, kPages = 4;
-    const decoder::DecoderShape shape{2, 64, 96, 4, 2, 32, kVocab, kPages, 512, 4, 1e-6f, 0.17677669f};
+    const decoder::DecoderShape shape{2, 64, 96, 4, 2, 32, kVocab, kPages, 512, 4, 0, 0, 1e-6f, 0.17677669f};
     decoder::DecoderSlabs slabs{};
     const float low = 0.001f, step = 1e-6f;
     slabs.embed_weight = bf16_tensor(512 * 64);
