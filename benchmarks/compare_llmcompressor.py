@@ -55,8 +55,8 @@ def run_ours(checkpoint: Path, out: Path) -> None:
 def run_oneshot(checkpoint: Path, out: Path) -> None:
     """Quantize with llm-compressor through the model (in its own environment)."""
     # llm-compressor is installed in the other environment only.
-    from llmcompressor import oneshot  # type: ignore[import-not-found]
-    from llmcompressor.modifiers.quantization import QuantizationModifier  # type: ignore[import-not-found]
+    from llmcompressor import oneshot  # type: ignore[import-not-found]  # in its own environment
+    from llmcompressor.modifiers.quantization import QuantizationModifier  # type: ignore[import-not-found]  # as above
     from transformers import AutoModelForCausalLM
 
     def work() -> None:

@@ -93,7 +93,7 @@ def run_ours(source: Path, out: Path, arithmetic: str) -> dict[str, float]:
 def run_model_free(source: Path, out: Path) -> dict[str, float]:
     """Quantize with llm-compressor from file to file (in its own environment)."""
     # llm-compressor is installed in the other environment only.
-    from llmcompressor import model_free_ptq  # type: ignore[import-not-found]
+    from llmcompressor import model_free_ptq  # type: ignore[import-not-found]  # in its own environment
 
     model_free_ptq(str(source), str(out), scheme="W8A8", ignore=MODEL_FREE_IGNORE, device="cpu")
     return {}

@@ -27,21 +27,21 @@ class LayerDims(Protocol):
     """The shape fields that every specification of a layer program has."""
 
     @property
-    def hidden_size(self) -> int: ...  # noqa: D102 - the field of the model's configuration
+    def hidden_size(self) -> int: ...  # noqa: D102 - a field of the configuration
     @property
-    def intermediate_size(self) -> int: ...  # noqa: D102
+    def intermediate_size(self) -> int: ...  # noqa: D102 - a field of the configuration
     @property
-    def num_heads(self) -> int: ...  # noqa: D102
+    def num_heads(self) -> int: ...  # noqa: D102 - a field of the configuration
     @property
-    def num_kv_heads(self) -> int: ...  # noqa: D102
+    def num_kv_heads(self) -> int: ...  # noqa: D102 - a field of the configuration
     @property
-    def head_dim(self) -> int: ...  # noqa: D102
+    def head_dim(self) -> int: ...  # noqa: D102 - a field of the configuration
     @property
-    def qk_norm(self) -> bool: ...  # noqa: D102
+    def qk_norm(self) -> bool: ...  # noqa: D102 - a field of the configuration
     @property
-    def qkv_bias(self) -> bool: ...  # noqa: D102
+    def qkv_bias(self) -> bool: ...  # noqa: D102 - a field of the configuration
     @property
-    def down(self) -> Literal["int8", "bf16"]: ...  # noqa: D102
+    def down(self) -> Literal["int8", "bf16"]: ...  # noqa: D102 - a field of the configuration
 
 
 def shape_problems(dims: LayerDims) -> list[str]:
