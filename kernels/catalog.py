@@ -24,12 +24,22 @@ from kernels.programs.sampling import GreedySample, GreedySampleSpec, TopkSelect
 from kernels.verdict import ALL_PASSES, EARLY_PASSES
 from quantize.model_config import ModelConfig
 
-__all__ = ["BUILTIN_NAMES", "SERVED_NAMES", "Check", "ProgramCase", "builtin_config", "programs_for"]
+__all__ = [
+    "BUILTIN_NAMES",
+    "CHECK_KINDS",
+    "SERVED_NAMES",
+    "Check",
+    "CheckKind",
+    "ProgramCase",
+    "builtin_config",
+    "programs_for",
+]
 
 SERVED_NAMES = (DecodeLayer.name, LmHeadGreedy.name)
 """The programs that the `pypto` executor runs, which a release checks; the others are checked from the command line."""
 
 CheckKind = Literal["small", "own width", "simulated"]
+CHECK_KINDS: tuple[CheckKind, ...] = ("small", "own width", "simulated")
 
 SIMULATED_CONTEXT_TOKENS = 256
 SIMULATED_PROMPT_TOKENS = 256

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+TIMELINE_FILE = "timeline.json"
+"""Name of the simulated timeline among a report's artifacts."""
 HBM_BYTES_PER_US = 1.6e6
 """HBM bandwidth of the Ascend 910B2, 1.6 TB/s: the cost model has no such limit, so the bound is computed apart."""
 

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,6 +35,7 @@ The compiler it calls for every program, `g++`, may stand elsewhere, so the call
 FOLDER_PREFIX = "pypto-run-"
 LOCK_FILE = "owner.lock"
 SWEEP_AGE_S = 60.0
+_POLL_S = 0.1
 _DROPPED = ("ASCEND_HOME_PATH", "PYTHONHOME", "LD_PRELOAD")
 
 
@@ -72,11 +74,13 @@ def _sweep_abandoned(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_request(folder: Path, request: Mapping[str, Any], timeout_s: float) -> Finished:
+def run_request(
+    folder: Path, request: Mapping[str, Any], timeout_s: float, stopped: threading.Event | None = None
+) -> Finished:
     """Carry `request` out in a subprocess working in `folder`.
 
-    Raises ToolchainError when it overruns `timeout_s` (its process group is killed first), and ProgramError when it
-    fails, with the reason from its output and from PyPTO's log.
+    Raises ToolchainError when it overruns `timeout_s` or `stopped` is set meanwhile (its process group is killed
+    first), and ProgramError when it fails, with the reason from its output and from PyPTO's log.
     """
     output, logs = folder / "output", folder / "log"
     for path in (output, logs, folder / "home"):
@@ -94,11 +98,7 @@ def run_request(folder: Path, request: Mapping[str, Any], timeout_s: float) -> F
             start_new_session=True,
         )
         try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise ToolchainError(
-                f"did not end within {timeout_s:.0f} s and was killed; raise the timeout or check a smaller shape"
-            ) from None
+            _wait(process, timeout_s, stopped)
         finally:
             _kill_group(process)
         printed, complained = (
@@ -110,6 +110,23 @@ def run_request(folder: Path, request: Mapping[str, Any], timeout_s: float) -> F
         reason = _reason(complained) or f"exit status {process.returncode}"
         raise ProgramError("; ".join(part for part in (reason, read_error_log(logs)) if part))
     return Finished(json.loads(result.read_text()), printed, output)
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float, stopped: threading.Event | None) -> None:
+    """Wait for the end of `process`; raises ToolchainError at the deadline, or when `stopped` is set."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = max(0.0, deadline - time.monotonic())
+        try:
+            process.wait(left_s if stopped is None else min(_POLL_S, left_s))
+            return
+        except subprocess.TimeoutExpired:
+            if stopped is not None and stopped.is_set():
+                raise ToolchainError("stopped, and killed") from None
+            if time.monotonic() >= deadline:
+                raise ToolchainError(
+                    f"did not end within {timeout_s:.0f} s and was killed; raise the timeout or check a smaller shape"
+                ) from None
 
 
 def _environment(folder: Path, output: Path, logs: Path) -> dict[str, str]:
@@ -125,6 +142,8 @@ def _environment(folder: Path, output: Path, logs: Path) -> dict[str, str]:
         "ASCEND_PROCESS_LOG_PATH": str(logs),
         "PYPTO_HOME": str(folder / "home"),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        # Subprocesses run side by side, and sums in one thread are the same whoever runs beside them.
+        "OMP_NUM_THREADS": "1",
     }
 
 

@@ -1,7 +1,8 @@
-"""Compile, verify and simulate a model's programs: each check in its own subprocess, kept by content.
+"""Compile, verify and simulate models' programs: each check in its own subprocess, kept by content.
 
-`validate` is the one call: it decides with `kernels.catalog` what to check, finds in `kernels.check_cache` what is
-known, runs the rest with `kernels.runner_process` and judges it with `kernels.verdict`. A program is READY when every
+`validate` (one model) and `validate_all` decide with `kernels.catalog` what to check, find in `kernels.check_cache`
+what is known, run the rest with `kernels.runner_process`, side by side as `kernels.check_pool` allows, and judge it
+with `kernels.verdict`. A program is READY when every
 output agreed with its golden, every pass was seen to agree for every loop body, and nothing was thrown on the way.
 """
 
@@ -12,34 +13,61 @@ import hashlib
 import json
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 from kernels.calculator import build_calculator, default_cache_dir, pypto_version
-from kernels.catalog import Check, programs_for
+from kernels.catalog import CHECK_KINDS, Check, CheckKind, programs_for
 from kernels.check_cache import CheckCache
+from kernels.check_pool import CheckPool, checked_workers
 from kernels.contract import DownDtype
 from kernels.errors import ProgramError, ToolchainError
 from kernels.programs.registry import program_to_json
-from kernels.report import CheckResult, ProgramReport, summarize
+from kernels.report import TIMELINE_FILE, CheckResult, ProgramReport, summarize
 from kernels.runner_process import Finished, run_request, runner_folder
 from kernels.source_closure import closure_digest
+from kernels.timeline import read_timeline
 from kernels.tuned_tiles import table_digest
 from kernels.verdict import read_simulated_us, read_verification
+from quantize.budget import usable_cores
 from quantize.model_config import ModelConfig
 
-__all__ = ["DEFAULT_TIMEOUT_S", "check_key", "run_check", "validate"]
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Selection",
+    "check_key",
+    "expected_peak_bytes",
+    "run_check",
+    "validate",
+    "validate_all",
+]
 
 DEFAULT_TIMEOUT_S = 900.0
 SEED = 20
 RUNNER_MODULE = "kernels.program_runner"
 VERDICT_MODULE = "kernels.verdict"
+PROGRAM_FILE = "program.json.gz"
+BASE_BYTES = 600 * 10**6
+SIMULATED_COPIES = 4
+VERIFIED_COPIES = 30
 
 Progress = Callable[[str], None]
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Programs of one model to check: all, or those in `names`; the checks of `kinds`."""
+
+    config: ModelConfig
+    down: DownDtype = "int8"
+    names: tuple[str, ...] | None = None
+    kinds: tuple[CheckKind, ...] = CHECK_KINDS
 
 
 def validate(
@@ -47,42 +75,72 @@ def validate(
     *,
     down: DownDtype = "int8",
     names: Sequence[str] | None = None,
-    verify: bool = True,
-    simulate: bool = True,
+    kinds: Sequence[CheckKind] = CHECK_KINDS,
     cache_dir: Path | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    workers: int | None = None,
     progress: Progress | None = None,
 ) -> list[ProgramReport]:
-    """Check the programs of `config` (all, or those in `names`) and return one report each.
+    """Check the programs of `config` (all, or those in `names`) and return one report each; see `validate_all`."""
+    selection = Selection(config, down, None if names is None else tuple(names), tuple(kinds))
+    (reports,) = validate_all([selection], cache_dir=cache_dir, timeout_s=timeout_s, workers=workers, progress=progress)
+    return reports
 
-    `verify` runs the small and the own-width check, `simulate` the cost model at the serving shape. Results are kept
-    under `cache_dir` (the user's cache by default); `timeout_s` bounds each check. A failing program is a FAILED
-    report, not an exception; ProgramError is raised for unknown names, ContractError for a model that no program
-    covers, ToolchainError when PyPTO itself is missing.
+
+def validate_all(
+    selections: Sequence[Selection],
+    *,
+    cache_dir: Path | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> list[list[ProgramReport]]:
+    """Check what `selections` name and return the reports of each, in their order and that of the catalog.
+
+    "small" and "own width" checks are verified against the golden, "simulated" ones run the cost model at the serving
+    shape. Up to `workers` checks run at once (as many as there are cores by default), fewer where memory is short;
+    their number does not change a report. Results are kept under `cache_dir` (the user's cache by default);
+    `timeout_s` bounds each check. A failing program is a FAILED report, not an exception; ProgramError is raised for
+    unknown names, ContractError for a model that no program covers, ToolchainError when PyPTO itself is missing.
     """
-    cases = programs_for(config, down)
-    known = [case.name for case in cases]
-    unknown = sorted(set(names or ()) - set(known))
-    if unknown:
-        raise ProgramError(f"no program is called {', '.join(unknown)}; the programs are {', '.join(known)}")
+    chosen = [_chosen_cases(selection) for selection in selections]
     pypto_version()
     root = cache_dir or default_cache_dir()
-    cache = CheckCache(root / "programs")
-    reports = []
-    for case in cases:
-        if names and case.name not in names:
-            continue
-        wanted = [check for check in case.checks if (simulate if check.passes is None else verify)]
-        results = []
-        for check in wanted:
+    cache, pool = CheckCache(root / "programs"), CheckPool(checked_workers(workers, usable_cores()))
+
+    def job(name: str, check: Check) -> Callable[[], CheckResult]:
+        def run() -> CheckResult:
             if progress is not None:
-                progress(f"{case.name}: {check.kind}")
-            results.append(run_check(check, cache, root, timeout_s))
-            if not results[-1].ok:
-                logger.error("%s, %s check failed: %s", case.name, check.kind, results[-1].error)
-        key = hashlib.sha256("\n".join(result.key for result in results).encode()).hexdigest()
-        reports.append(summarize(case.name, key, results))
-    return reports
+                progress(f"{name}: {check.kind}")
+            result = run_check(check, cache, root, timeout_s, pool)
+            if not result.ok:
+                logger.error("%s, %s check failed: %s", name, check.kind, result.error)
+            return result
+
+        return run
+
+    jobs = [job(name, check) for cases in chosen for name, checks in cases for check in checks]
+    results = iter(pool.run(jobs))
+    return [[_report(name, [next(results) for _ in checks]) for name, checks in cases] for cases in chosen]
+
+
+def _chosen_cases(selection: Selection) -> list[tuple[str, list[Check]]]:
+    """The chosen programs of a model with their chosen checks; those without any are left out."""
+    cases = programs_for(selection.config, selection.down)
+    known = [case.name for case in cases]
+    if unknown := sorted(set(selection.names or ()) - set(known)):
+        raise ProgramError(f"no program is called {', '.join(unknown)}; the programs are {', '.join(known)}")
+    chosen = [
+        (case.name, [check for check in case.checks if check.kind in selection.kinds])
+        for case in cases
+        if not selection.names or case.name in selection.names
+    ]
+    return [(name, checks) for name, checks in chosen if checks]
+
+
+def _report(name: str, results: list[CheckResult]) -> ProgramReport:
+    key = hashlib.sha256("\n".join(result.key for result in results).encode()).hexdigest()
+    return summarize(name, key, results)
 
 
 def check_key(check: Check) -> str:
@@ -101,10 +159,23 @@ def check_key(check: Check) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def run_check(check: Check, cache: CheckCache, calculator_root: Path, timeout_s: float) -> CheckResult:
+def expected_peak_bytes(check: Check) -> int:
+    """About what a check's subprocess will hold: PyPTO itself, and its arguments a number of times.
+
+    The factors are from checks that were run (4.3 GB for the layer of Qwen3-14B at its own width, 5.6 GB for the
+    simulation of its LM head). Verification holds an argument once a loop that reads it, which is reckoned generously.
+    """
+    copies = SIMULATED_COPIES if check.passes is None else VERIFIED_COPIES
+    return BASE_BYTES + copies * sum(tensor.nbytes for tensor in check.program.shape_inputs().values())
+
+
+def run_check(
+    check: Check, cache: CheckCache, calculator_root: Path, timeout_s: float, pool: CheckPool | None = None
+) -> CheckResult:
     """The result of `check`, from `cache` or by running it; only a passed check is kept.
 
-    A tile that breaks a rule is a failed check at once, before anything is built.
+    `pool` is the one that this check runs in, if any: it waits there for its memory, and ends when the pool stops. A
+    tile that breaks a rule is a failed check at once, before anything is built.
     """
     key = check_key(check)
     try:
@@ -115,19 +186,23 @@ def run_check(check: Check, cache: CheckCache, calculator_root: Path, timeout_s:
     known = cache.get(key)
     if known is not None:
         return known
-    with cache.locked(key):
+    stopped = None if pool is None else pool.stopped
+    # Memory first: who holds a key's lock must be able to go on.
+    with nullcontext() if pool is None else pool.holding(expected_peak_bytes(check)), cache.locked(key):
         known = cache.get(key)
         if known is not None:
             return known
         library = build_calculator(calculator_root)
         started = time.monotonic()
         with runner_folder() as folder:
-            result = _run(check, key, folder, library, timeout_s)
+            result = _run(check, key, folder, library, timeout_s, stopped)
             result = replace(result, seconds=round(time.monotonic() - started, 2))
             return cache.put(result) if result.ok else result
 
 
-def _run(check: Check, key: str, folder: Path, library: Path, timeout_s: float) -> CheckResult:
+def _run(
+    check: Check, key: str, folder: Path, library: Path, timeout_s: float, stopped: threading.Event | None
+) -> CheckResult:
     """Run a check in `folder` and judge it; every failure becomes a result that says why."""
     program = check.program
     result = CheckResult(kind=check.kind, key=key, shape=program.spec.to_json(), ok=False, note=check.note)
@@ -140,7 +215,7 @@ def _run(check: Check, key: str, folder: Path, library: Path, timeout_s: float) 
         "library": str(library),
     }
     try:
-        finished = run_request(folder, request, timeout_s)
+        finished = run_request(folder, request, timeout_s, stopped)
         result = replace(
             result,
             simulated_us=read_simulated_us(finished.stdout, finished.output),
@@ -175,17 +250,19 @@ def _judge(check: Check, result: CheckResult, finished: Finished) -> CheckResult
 
 
 def _artifacts(folder: Path, output: Path) -> tuple[str, ...]:
-    """The compiled program and its simulated timeline, under names that say what they are."""
+    """The compiled program and the timeline of its simulation, under names that say what they are."""
+    compiled = sorted(output.glob("*/program.json"))
+    if len(compiled) > 1:
+        raise ToolchainError(f"one program left several outputs: {', '.join(map(str, compiled))}")
     kept = []
-    for path in sorted(output.glob("*/program.json")):
-        target = folder / "program.json.gz"
+    for path in compiled:
+        target = folder / PROGRAM_FILE
         with path.open("rb") as source, gzip.open(target, "wb", compresslevel=4) as packed:
             shutil.copyfileobj(source, packed)
         kept.append(str(target))
-    for path in sorted(output.glob("*/CostModelSimulationOutput/merged_swimlane.json")):
-        target = folder / "timeline.json"
-        shutil.copyfile(path, target)
+    timeline = read_timeline(output)
+    if timeline is not None:
+        target = folder / TIMELINE_FILE
+        target.write_text(json.dumps(timeline.to_trace(), separators=(",", ":")))
         kept.append(str(target))
-    if len(kept) > 2:
-        raise ToolchainError(f"one program left several outputs: {kept}")
     return tuple(kept)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kernels.errors import ToolchainError
+from kernels.timeline import CYCLES_PER_US, simulated_cycles
 
 ALL_PASSES = (
     "ExpandFunction",
@@ -28,7 +29,6 @@ ALL_PASSES = (
 EARLY_PASSES = ALL_PASSES[:3]
 """Those before the split into leaf functions; after it every leaf call writes its whole inputs to disk."""
 TENSOR_GRAPH = "tensor_graph"
-CYCLES_PER_US = 1800.0
 
 _ACCEPTED_LOG = re.compile(r"result (PASS|NO_COMPARE)\s*$")
 _END_TO_END = re.compile(r"AICore End-to-End Time:\s*([0-9.]+)")
@@ -77,13 +77,16 @@ def read_verification(output: Path, passes: Sequence[str], goldens: int, units: 
 
 
 def read_simulated_us(stdout: str, output: Path) -> float:
-    """End-to-end time of the cost model: from its summary, or from its cycle count (launch included) for long runs.
+    """End-to-end time of the cost model, from the start of the first task to the end of the last.
 
-    Raises ToolchainError when the run left neither.
+    It stands in the summary of short runs, and follows from the tasks of long ones; without either the count of cycles
+    is taken, launch included. Raises ToolchainError when the run left none of them.
     """
     printed = _END_TO_END.findall(stdout)
     if printed and float(printed[-1]) > 0:
         return float(printed[-1])
+    if cycles := simulated_cycles(output):
+        return round(cycles / CYCLES_PER_US, 2)
     for path in sorted(output.glob("*/CostModelSimulationOutput/*stat.report.txt")):
         match = _TOTAL_CYCLES.search(path.read_text(errors="replace"))
         if match:

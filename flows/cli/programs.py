@@ -71,7 +71,7 @@ def model_config(model: str) -> ModelConfig:
 
 def _run(model: str, names: list[str] | None, as_json: bool, *, check: bool) -> None:
     from flows.reaper import no_orphans
-    from kernels.catalog import programs_for
+    from kernels.catalog import CHECK_KINDS, programs_for
     from kernels.toolchain import validate
 
     config = model_config(model)
@@ -79,7 +79,9 @@ def _run(model: str, names: list[str] | None, as_json: bool, *, check: bool) -> 
     if unknown := sorted(set(names or ()) - set(known)):
         raise UsageError(f"--program {', '.join(unknown)}: not known; the programs are {', '.join(known)}")
     with no_orphans(), console.ReleaseConsole().step("verify" if check else "simulate") as line:
-        reports = validate(config, names=names or None, verify=check, simulate=True, progress=line.note)
+        reports = validate(
+            config, names=names or None, kinds=CHECK_KINDS if check else ("simulated",), progress=line.note
+        )
         line.outcome = ", ".join(f"{report.name} {report.status}" for report in reports)
     if as_json:
         emit_json({"model": model, "programs": [report.to_json() for report in reports]})
