@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from kernels.builtin_models import BUILTIN_NAMES, builtin_config
 from kernels.contract import BATCH_WINDOW_ROWS, DownDtype, check_limits
 from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
@@ -50,76 +51,6 @@ SIMULATED_STEP_LAYERS = 2
 VERIFIED_HEAD_BYTES = 512 << 20
 """Bound on chunks x LM head bytes at verification: the interpreter holds the whole weight once per chunk."""
 
-_QWEN3_14B = ModelConfig(
-    family="qwen3",
-    architecture="Qwen3ForCausalLM",
-    hidden_size=5120,
-    intermediate_size=17408,
-    num_layers=40,
-    num_heads=40,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    max_position_tokens=40960,
-    tie_word_embeddings=False,
-    qk_norm=True,
-    qkv_bias=False,
-    dtype="bfloat16",
-    eos_token_ids=(151643, 151645),
-    bos_token_id=151643,
-)
-_BUILTIN = {
-    "qwen3-0.6b": replace(
-        _QWEN3_14B,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_layers=28,
-        num_heads=16,
-        tie_word_embeddings=True,
-    ),
-    "qwen3-1.7b": replace(
-        _QWEN3_14B,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_layers=28,
-        num_heads=16,
-        tie_word_embeddings=True,
-    ),
-    "qwen3-4b": replace(
-        _QWEN3_14B,
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_layers=36,
-        num_heads=32,
-        tie_word_embeddings=True,
-    ),
-    "qwen3-8b": replace(_QWEN3_14B, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32),
-    "qwen3-14b": _QWEN3_14B,
-    "qwen3-32b": replace(_QWEN3_14B, intermediate_size=25600, num_layers=64, num_heads=64),
-    "smollm2-135m": replace(
-        _QWEN3_14B,
-        family="llama",
-        architecture="LlamaForCausalLM",
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        vocab_size=49152,
-        rms_norm_eps=9.999999747378752e-06,
-        rope_theta=1e5,
-        max_position_tokens=8192,
-        tie_word_embeddings=True,
-        qk_norm=False,
-        eos_token_ids=(2,),
-        bos_token_id=1,
-    ),
-}
-BUILTIN_NAMES = tuple(_BUILTIN)
-
 
 @dataclass(frozen=True)
 class Check:
@@ -144,14 +75,6 @@ class ProgramCase:
         for check in self.checks:
             described[check.kind] = _shape_text(check.program) + (f" ({check.note})" if check.note else "")
         return described
-
-
-def builtin_config(name: str) -> ModelConfig:
-    """The shape of a well-known model by name; raises KeyError naming the known ones."""
-    try:
-        return _BUILTIN[name]
-    except KeyError:
-        raise KeyError(f"no built-in model is called {name!r}; known: {', '.join(BUILTIN_NAMES)}") from None
 
 
 def programs_for(config: ModelConfig, down: DownDtype = "int8") -> list[ProgramCase]:
