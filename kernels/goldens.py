@@ -84,14 +84,15 @@ def paged_attention(
 ) -> Tensor:
     """Attend each row of `q` to the `position + 1` cached tokens of its sequence; returns FP32 `[rows, heads, dim]`.
 
-    `q` BF16 `[rows, heads, dim]`; caches BF16 `[slots, kv_heads * dim]`. Online softmax over pages of 128 tokens
-    (Milakov and Gimelshein, 2018): scores `FP32(q . k) * dim^-0.5`, probabilities narrowed to BF16 and summed as
-    narrowed, running maximum and rescaling in FP32.
+    `q` BF16 `[rows, heads, key_dim]`, `k_cache` BF16 `[slots, kv_heads * key_dim]`, `v_cache` BF16
+    `[slots, kv_heads * dim]`; `key_dim` is `dim`, or twice that where a key has a sketch. Online softmax over pages of
+    128 tokens (Milakov and Gimelshein, 2018): scores `FP32(q . k) * dim^-0.5`, probabilities narrowed to BF16 and
+    summed as narrowed, running maximum and rescaling in FP32.
     """
-    rows, heads, dim = q.shape
-    group = heads // num_kv_heads
+    rows, heads, key_dim = q.shape
+    group, dim = heads // num_kv_heads, v_cache.shape[1] // num_kv_heads
     out = torch.empty(rows, heads, dim, dtype=torch.float32)
-    q_fp32 = q.to(torch.float32).view(rows, num_kv_heads, group, dim)
+    q_fp32 = q.to(torch.float32).view(rows, num_kv_heads, group, key_dim)
     for row in range(rows):
         context = int(positions[row]) + 1
         running_max = torch.full((num_kv_heads, group, 1), float("-inf"))
@@ -100,7 +101,7 @@ def paged_attention(
         for page_index in range((context + PAGE_TOKENS - 1) // PAGE_TOKENS):
             first = int(block_table[row, page_index]) * PAGE_TOKENS
             tokens = min(PAGE_TOKENS, context - page_index * PAGE_TOKENS)
-            keys = k_cache[first : first + tokens].to(torch.float32).view(tokens, num_kv_heads, dim).transpose(0, 1)
+            keys = k_cache[first : first + tokens].to(torch.float32).view(tokens, num_kv_heads, key_dim).transpose(0, 1)
             values = v_cache[first : first + tokens].to(torch.float32).view(tokens, num_kv_heads, dim).transpose(0, 1)
             scores = (q_fp32[row] @ keys.transpose(1, 2)) * dim**-0.5
             page_max = torch.maximum(running_max, scores.amax(dim=-1, keepdim=True))

@@ -102,6 +102,31 @@ class TurboQuant:
         self.boundaries = (boundaries / math.sqrt(head_dim)).to(torch.float32)
         self._sums = sums or Sums()
 
+    @classmethod
+    def from_matrices(cls, matrices: Tensor, bits: int) -> TurboQuant:
+        """The codec of given `matrices` BF16 `[d, d]`, or `[2 d, d]` with a sketch, as `matrices` gives them."""
+        rows, head_dim = matrices.shape
+        if rows not in (head_dim, 2 * head_dim):
+            raise ContractError(
+                f"found matrices of shape {[rows, head_dim]}; expected {head_dim} or {2 * head_dim} rows"
+            )
+        codec = cls(head_dim, bits, sketch=rows > head_dim)
+        codec.rotation = matrices[:head_dim].to(torch.float32)
+        if codec.sketch:
+            codec.projection = matrices[head_dim:].t().to(torch.float32).contiguous()
+        return codec
+
+    @property
+    def matrices(self) -> Tensor:
+        """The rotation and below it, with a sketch, the projection transposed: what vectors are multiplied by."""
+        parts = [self.rotation] if self.projection is None else [self.rotation, self.projection.t()]
+        return torch.cat(parts).to(torch.bfloat16)
+
+    @property
+    def sign_scale(self) -> float:
+        """What a sign of the sketch stands for, in units of the residual's norm: `sqrt(pi / 2) / d`."""
+        return math.sqrt(math.pi / 2) / self.head_dim
+
     def encode(self, x: Tensor) -> Encoded:
         """Encode FP32 `[n, d]` (values of BF16). A coordinate on a boundary belongs to the cell above it."""
         norms = _root(self._sums.row_sum(x * x) + NORM_EPS)
@@ -110,7 +135,9 @@ class TurboQuant:
         if self.projection is None:
             return Encoded(codes, norms)
         residual = turned - self.centroids[codes.long()]
-        projected = self._sums.matmul(residual, self.projection.t().contiguous())
+        # Narrowed for the matrix unit, which takes BF16; the norm is that of the residual itself.
+        narrow = to_bf16(residual).to(torch.float32)
+        projected = self._sums.matmul(narrow, self.projection.t().contiguous())
         signs = torch.where(projected >= 0, 1.0, -1.0)
         return Encoded(codes, norms, signs, _root(self._sums.row_sum(residual * residual)))
 
@@ -123,7 +150,7 @@ class TurboQuant:
         turned = self.centroids[encoded.codes.long()]
         if self.projection is not None and encoded.signs is not None and encoded.residual_norms is not None:
             back = self._sums.matmul(encoded.signs, self.projection)
-            factor = encoded.residual_norms * (math.sqrt(math.pi / 2) / self.head_dim)
+            factor = encoded.residual_norms * self.sign_scale
             turned = turned + back * factor.unsqueeze(1)
         scaled = to_bf16(turned * encoded.norms.unsqueeze(1)).to(torch.float32)
         return to_bf16(self._sums.matmul(scaled, self.rotation.t().contiguous()))
@@ -134,10 +161,8 @@ class TurboQuant:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that one vector takes when packed: its codes, its norm, and the sketch with its norm."""
-        code_bits = self.bits - 1 if self.sketch else self.bits
-        packed = self.head_dim // codes_per_byte(code_bits)
-        return packed + 4 + (self.head_dim // 8 + 4 if self.sketch else 0)
+        """Bytes that one vector takes when packed: its codes with the sketch's signs, its norm, and the sketch's."""
+        return self.head_dim // codes_per_byte(self.bits) + (8 if self.sketch else 4)
 
 
 def codes_per_byte(bits: int) -> int:

@@ -15,6 +15,7 @@ from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.programs.paged_attention import PagedAttention, PagedAttentionSpec
 from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
 from kernels.programs.sampling import GreedySample, GreedySampleSpec, TopkSelect, TopkSelectSpec
+from kernels.programs.turboquant_encode import TurboQuantEncode, TurboQuantEncodeSpec
 from quantize.rope import RopeScaling
 
 
@@ -63,6 +64,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], Program]] = {
     GreedySample.name: lambda spec: GreedySample(GreedySampleSpec(**spec)),
     TopkSelect.name: lambda spec: TopkSelect(TopkSelectSpec(**spec)),
     LinearW8A8.name: lambda spec: LinearW8A8(LinearW8A8Spec(**spec)),
+    TurboQuantEncode.name: lambda spec: TurboQuantEncode(TurboQuantEncodeSpec(**spec)),
     EmbeddingGather.name: lambda spec: EmbeddingGather(EmbeddingGatherSpec(**spec)),
 }
 PROGRAM_NAMES = tuple(_READERS)

@@ -106,8 +106,8 @@ def test_codes_are_packed_and_found_again(bits: int) -> None:
 
 def test_rows_take_the_bytes_that_are_stated() -> None:
     assert TurboQuant(128, 4).row_bytes == 64 + 4
-    assert TurboQuant(128, 4, sketch=True).row_bytes == 64 + 4 + 16 + 4
-    assert TurboQuant(128, 2, sketch=True).row_bytes == 16 + 4 + 16 + 4
+    assert TurboQuant(128, 4, sketch=True).row_bytes == 64 + 8
+    assert TurboQuant(128, 2, sketch=True).row_bytes == 32 + 8
 
 
 def test_formats_are_named() -> None:

@@ -47,6 +47,7 @@ inline void keep_and_read(const KvTables& tables, int dim, float* x, float* scra
         for (int i = 0; i < dim; ++i) turned[i] -= kept[i];
         const float factor = std::sqrt(energy(turned, dim)) *
             static_cast<float>(std::sqrt(1.57079632679489661923) / static_cast<double>(dim));
+        for (int i = 0; i < dim; i += kLanes) L::store(turned + i, L::round_bf16(L::load(turned + i)));
         turn_row(turned, tables.projection_back, dim, extra);
         for (int i = 0; i < dim; ++i) turned[i] = extra[i] >= 0.0f ? 1.0f : -1.0f;
         turn_row(turned, tables.projection, dim, extra);
