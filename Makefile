@@ -14,7 +14,7 @@ CACHE := $(or $(PYPTO_DEPLOY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/pypto
 MODEL ?= models/SmolLM2-135M-Instruct
 export PYPTO_DEPLOY_STORE = $(STORE)
 
-.PHONY: release test check serve clean setup sample
+.PHONY: release test check programs serve clean setup sample
 
 release: $(MODEL)/config.json
 	$(BIN)/pypto-deploy release $(MODEL) --name smollm2-135m \
@@ -30,6 +30,10 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Every program of one model of each family, verified at its small shape through all passes; a table, and 1 if one fails.
+programs: $(VENV)/.installed
+	$(BIN)/pypto-deploy programs verify --small
 
 serve: $(VENV)/.installed
 	$(BIN)/pypto-deploy serve champion

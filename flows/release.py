@@ -137,7 +137,7 @@ def release(
         )
         with lines.step("log to MLflow") as line:
             reports = Path(stored.path) / "reports"
-            bundle.make_reports(found, reports, measured_quality.out / quality.FINDINGS_FILE)
+            bundle.make_reports(found, reports, measured_quality.out / quality.FINDINGS_FILE, verified.out)
             tracked = track.track_step(tracking, found, str(reports))
             line.outcome = f"run {tracked.run_id}" if tracked.run_id else "not available; the evidence is kept"
             bundle.evidence_step(stored.path, found, tracked.run_id)

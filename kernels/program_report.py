@@ -43,7 +43,7 @@ def write_program_reports(out: Path, model: str, reports: Sequence[ProgramReport
 
 
 def write_program_report(folder: Path, model: str, report: ProgramReport) -> None:
-    """Write `report.md` and `report.json` to the new `folder`, and with a simulated check `timeline.json` and `.png`."""
+    """Write a report to the new `folder`: Markdown, JSON and, with a simulated check, the timeline as JSON and PNG."""
     folder.mkdir(parents=True)
     source = next((Path(path) for path in report.artifacts if Path(path).name == TIMELINE_FILE), None)
     timeline = None if source is None else read_trace(source)

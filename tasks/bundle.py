@@ -72,15 +72,15 @@ def store_bundle(
     )
 
 
-def make_reports(evidence: Mapping[str, Any], folder: Path, findings_file: Path) -> None:
+def make_reports(evidence: Mapping[str, Any], folder: Path, findings_file: Path, programs: Path | None = None) -> None:
     """Write the reports of a release to `folder`, replacing an older set whole.
 
-    `findings_file` is what the quality step found, as JSON.
+    `findings_file` is what the quality step found, as JSON; `programs` the folder that the programs step left.
     """
     findings = json.loads(findings_file.read_text())
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".reports-", dir=folder.parent) as scratch:
-        write_reports(Path(scratch) / "new", evidence, findings)
+        write_reports(Path(scratch) / "new", evidence, findings, programs)
         if folder.exists():
             folder.rename(Path(scratch) / "old")
         (Path(scratch) / "new").rename(folder)

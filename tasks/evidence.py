@@ -12,8 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from kernels.report import TIMELINE_FILE
 from quantize.recipe import Recipe
 from tasks.gate import GateResult
+from tasks.reports import timeline_path
 from tasks.source import Source
 
 TOOLS = ("pypto-deploy", "torch", "pypto", "transformers", "compressed-tensors", "prefect", "mlflow")
@@ -104,6 +106,11 @@ def collect(findings: Findings) -> dict[str, Any]:
             "prefect_run_id": findings.prefect_run_id,
             "git_commit": git_commit(Path(__file__).resolve().parent),
             "tpot_platform": tpot.get("platform"),
+            **{
+                f"timeline.{program['name']}": f"reports/{timeline_path(program['name'])}"
+                for program in findings.programs
+                if TIMELINE_FILE in program["artifacts"]
+            },
         },
         "tools": tool_versions(),
     }

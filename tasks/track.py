@@ -190,14 +190,18 @@ def _log_run(client: MlflowClient, tracking: Tracking, evidence: Mapping[str, An
 
 
 def _description(evidence: Mapping[str, Any]) -> str:
-    """The run's description in MLflow, Markdown: what a reviewer looks at first."""
+    """The run's description in MLflow, Markdown: what a reviewer looks at first, and where the timelines are."""
     gates = [
         f"| {gate['name']} | {gate['value']:.4g} | {gate['direction']} {gate['bound']:g} | {_mark(gate['passed'])} |"
         for gate in evidence["gates"]
         if gate["value"] is not None
     ]
+    timelines = {
+        program["name"]: evidence["tags"].get("timeline." + program["name"]) for program in evidence["programs"]
+    }
     programs = [
-        f"| {program['name']} | {program['status']} | {len(program['passes'])} passes | {program['simulated_us']} us |"
+        f"| {program['name']} | {program['status']} | {len(program['passes'])} passes | {program['simulated_us']} us | "
+        f"{timelines[program['name']] or '-'} |"
         for program in evidence["programs"]
     ]
     return "\n".join(
@@ -208,8 +212,8 @@ def _description(evidence: Mapping[str, Any]) -> str:
             "|---|---|---|---|",
             *gates,
             "",
-            "| PyPTO program | status | verified | simulated (cost model) |",
-            "|---|---|---|---|",
+            "| PyPTO program | status | verified | simulated (cost model) | timeline, among the artifacts |",
+            "|---|---|---|---|---|",
             *programs,
         ]
     )

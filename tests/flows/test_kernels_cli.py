@@ -77,3 +77,18 @@ def test_tune_refuses_what_it_cannot_tune_or_write(tmp_path: Path) -> None:
     assert "expected one of decode_layer" in stderr
     _, stderr = run_cli("programs", "tune", "decode_layer", "--table", str(tmp_path / "none" / "t.json"), code=2)
     assert "its folder does not exist" in stderr
+
+
+def test_small_shapes_of_all_families_are_one_table_and_write_reports(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    stdout, _ = run_cli("programs", "verify", "--small", "--program", "embedding_gather", "--out", str(out))
+    rows = [line for line in stdout.splitlines() if "embedding_gather" in line]
+    assert [row.split()[0] for row in rows] == ["qwen3-14b", "qwen3-14b-down-bf16", "qwen2.5-0.5b", "smollm2-135m"]
+    assert all("READY" in row for row in rows)
+    assert (out / "smollm2-135m" / "embedding_gather" / "report.md").is_file()
+    _, stderr = run_cli("programs", "verify", "--small", "--out", str(out), code=2)
+    assert "exists; expected a path to create" in stderr
+    _, stderr = run_cli("programs", "verify", "--small", "--program", "attention", code=2)
+    assert "not known; the programs are decode_layer" in stderr
+    _, stderr = run_cli("programs", "simulate", "--workers", "0", code=2)
+    assert "--workers" in stderr

@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 
+from kernels.report import CheckResult, summarize
 from kernels.staging import stage_checkpoint
+from kernels.timeline import read_timeline
 from quantize.recipe import Recipe
 from quantize.rtn import quantize_checkpoint
 from tasks.bundle import make_reports
 from tasks.quality import FINDINGS_FILE, measure_quality
+from tests.kernels.test_timeline import simulator_files
 
 GATES = [
     {"name": "mean_kl", "value": 0.012, "bound": 0.1, "direction": "<=", "passed": True},
     {"name": "max_tpot_ms", "value": 9.0, "bound": 5.0, "direction": "<=", "passed": False},
 ]
-PROGRAMS = [{"name": "decode_layer", "status": "READY", "passes": ["a", "b"], "simulated_us": 9.5}]
+CHECK = CheckResult("simulated", "k", {}, True, simulated_us=10.0, hbm_bytes=16_000_000, artifacts=("timeline.json",))
+PROGRAMS = [summarize("decode_layer", "k", [CHECK]).to_json()]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,12 @@ def test_a_release_has_the_quality_report_and_its_own_sections(
         "name": "tiny & small", "digest": "d" * 64, "platform": "cpu", "tensor_errors": errors,
         "programs": PROGRAMS, "tpot": tpot, "gates": GATES, "metrics": {"bytes_out": 163226688.0},
     }  # fmt: skip
-    make_reports(evidence, tmp_path / "reports", findings_file)
+    timeline = read_timeline(simulator_files(tmp_path / "run"))
+    assert timeline is not None
+    programs = tmp_path / "programs"
+    (programs / "decode_layer").mkdir(parents=True)
+    (programs / "decode_layer" / "timeline.json").write_text(json.dumps(timeline.to_trace()))
+    make_reports(evidence, tmp_path / "reports", findings_file, programs)
     page = (tmp_path / "reports" / "report.html").read_text()
     for title in ("Gates", "Summary", "Speed", "PyPTO programs", "Weights", "Activations of the source"):
         assert f"<h2>{title}</h2>" in page
@@ -64,6 +73,10 @@ def test_a_release_has_the_quality_report_and_its_own_sections(
     assert quality["candidates"][0]["weights"] == errors
     names = {path.name for path in (tmp_path / "reports").iterdir()}
     assert {"tpot.png", "layer_error.png", "perplexity.png", "kl.png", "activations.png"} <= names
+    written = {path.name for path in (tmp_path / "reports" / "programs" / "decode_layer").iterdir()}
+    assert written == {"report.md", "report.json", "timeline.json", "timeline.png"}
+    assert '<a href="programs/decode_layer/timeline.json">' in page
+    assert "<td>chunks</td>" in page
 
 
 def test_reports_replace_an_older_set_whole_and_do_without_measured_speed(

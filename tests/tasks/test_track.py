@@ -26,7 +26,11 @@ def evidence(digest: str = "d" * 64, recipe_note: str = "") -> dict[str, Any]:
         "tpot": {"platform": "cpu", "tpot_ms": 1.5, "requests": [{"tpot_ms": 1.4}, {"tpot_ms": 1.6}]},
         "metrics": {"mean_kl": 0.01, "tpot_ms": 1.5, "absent": None},
         "params": {"source": "x" * 20_000},
-        "tags": {"bundle_digest": digest, "git_commit": None},
+        "tags": {
+            "bundle_digest": digest,
+            "git_commit": None,
+            "timeline.decode_layer": "reports/programs/decode_layer/timeline.json",
+        },
     }
 
 
@@ -35,6 +39,8 @@ def reports(tmp_path: Path) -> Path:
     folder = tmp_path / "reports"
     folder.mkdir()
     (folder / "report.html").write_text("<html></html>")
+    (folder / "programs" / "decode_layer").mkdir(parents=True)
+    (folder / "programs" / "decode_layer" / "timeline.json").write_text("{}")
     return folder
 
 
@@ -59,7 +65,9 @@ def test_a_release_is_one_run_and_one_version(tracking: Tracking, reports: Path)
     assert run.data.tags["bundle_digest"] == "d" * 64
     assert "git_commit" not in run.data.tags
     assert "| mean_kl | 0.01 | <= 0.1 | pass |" in run.data.tags["mlflow.note.content"]
-    assert "| decode_layer | READY | 1 passes | 9.5 us |" in run.data.tags["mlflow.note.content"]
+    trace = run.data.tags["timeline.decode_layer"]
+    assert [item.path for item in mlflow.list_artifacts(tracked.run_id, str(Path(trace).parent))] == [trace]
+    assert f"| decode_layer | READY | 1 passes | 9.5 us | {trace} |" in run.data.tags["mlflow.note.content"]
     assert len(run.data.params["source"]) == 500
     assert {item.path for item in mlflow.list_artifacts(tracked.run_id)} == {"bundle", "recipe.json", "reports"}
     version = mlflow.get_model_version("tiny", tracked.model_version)
