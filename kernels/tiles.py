@@ -31,10 +31,11 @@ def choose_cube_tile(k: int, n: int, element_bytes: int, rows: int = FRACTAL, co
 
     The left operand stays whole in L1 where it fits; the weight is copied in pieces of up to 320 KB. `rows` up to 128;
     `columns` sets the width of a tile, where the caller needs a certain one. A matmul in the table of tuned tiles gets
-    its tile from there.
+    its tile from there, if that is as wide.
     """
     m = _round_up(min(rows, 128), FRACTAL)
-    if columns is None and (tuned := tuned_tile(k, n, m, element_bytes)) is not None:
+    tuned = tuned_tile(k, n, m, element_bytes)
+    if tuned is not None and columns in (None, tuned.n):
         return tuned
     align = 32 // element_bytes * (2 if element_bytes == 2 else 1)
     if columns is None:

@@ -29,9 +29,8 @@ from kernels.tiles import CUBE_CORES
 from kernels.tuned_tiles import TABLE_VARIABLE, TunedTile, merge_table
 from quantize.model_config import ModelConfig
 
-__all__ = ["TUNABLE", "TuneResult", "candidate_tiles", "tune_decode_layer"]
+__all__ = ["TuneResult", "candidate_tiles", "table_in_effect", "tune_decode_layer"]
 
-TUNABLE = (DecodeLayer.name,)
 CONTEXT_TOKENS = 256
 COPY_CYCLES = 1400
 CYCLES_PER_BYTE = 1 / 95.7
@@ -46,9 +45,9 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What a search found: the layer's simulated us before and after, and how many tiles were tried for its parts.
+    """What a search found: the program's simulated us before and after, and how many tiles were tried for its parts.
 
-    `kept` are the tiles with which the whole layer gained, `dropped` those that were faster alone only.
+    `kept` are the tiles with which the whole program gained, `dropped` those that were faster alone only.
     """
 
     before_us: float
@@ -94,7 +93,7 @@ def tune_decode_layer(
     if not 1 <= rows <= BATCH_WINDOW_ROWS:
         raise ProgramError(f"tiles are tuned for windows of 1 to {BATCH_WINDOW_ROWS} rows, not {rows}")
     layer = DecodeLayer(DecodeLayerSpec.of(config, down, (CONTEXT_TOKENS,) * rows))
-    with _table_in_effect(table):
+    with table_in_effect(table):
         before_us = simulate(layer)
         shapes = _matmuls(config, down)
         found, tried, deadline = [], 0, clock() + budget_s
@@ -130,7 +129,7 @@ def _gaining(
             if table.is_file():
                 trial.write_bytes(table.read_bytes())
             merge_table(trial, [*kept, entry])
-            with _table_in_effect(trial):
+            with table_in_effect(trial):
                 time_us = simulate(layer)
             if time_us < best_us:
                 kept, best_us = [*kept, entry], time_us
@@ -187,7 +186,7 @@ def _reckoned_us(k: int, n: int, tile: CubeTile) -> float:
 
 
 @contextmanager
-def _table_in_effect(table: Path) -> Iterator[None]:
+def table_in_effect(table: Path) -> Iterator[None]:
     """Make `table` the one that tiles are chosen from, here and in the subprocesses."""
     before = os.environ.get(TABLE_VARIABLE)
     os.environ[TABLE_VARIABLE] = str(table.absolute())

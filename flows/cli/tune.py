@@ -11,6 +11,9 @@ from flows import console
 from flows.cli.output import JSON_OPTION, emit_json, emit_line, emit_table
 from flows.settings import UsageError
 
+DECODE_LAYER, LM_HEAD = "decode_layer", "lm_head_greedy"
+TUNABLE = (DECODE_LAYER, LM_HEAD)
+
 
 def register(group: typer.Typer) -> None:
     """Add the verb to the group of programs."""
@@ -18,36 +21,44 @@ def register(group: typer.Typer) -> None:
 
 
 def tune(
-    name: str = typer.Argument(..., metavar="NAME", help="Program to tune: decode_layer."),
+    name: str = typer.Argument(..., metavar="NAME", help="Program to tune: decode_layer or lm_head_greedy."),
     model: str = typer.Option("qwen3-14b", "--model", help="A checkpoint directory, or a built-in shape."),
     rows: int = typer.Option(16, help="Rows of a window."),
     budget: float = typer.Option(
-        600.0, min=1.0, help="Seconds for the search; a simulation of the layer for each tile found on top."
+        600.0, min=1.0, help="Seconds for the search; a few simulations of the whole program come on top."
     ),
     table: Path | None = typer.Option(
         None, help="Table to write to, read where $PYPTO_DEPLOY_TILES names it [default: the one in effect]."
     ),
     as_json: bool = JSON_OPTION,
 ) -> None:
-    """Search the tiles of a program's INT8 matmuls on the cost model (Ascend 910B2), and keep them if it gains."""
+    """Search the tiles of a program's matmuls on the cost model (Ascend 910B2), and keep them if it gains."""
     from flows.cli.programs import model_config
     from flows.reaper import no_orphans
+    from kernels.contract import BATCH_WINDOW_ROWS
+    from kernels.head_tuner import tune_lm_head
     from kernels.simulate import simulator
     from kernels.tuned_tiles import table_path
-    from kernels.tuner import TUNABLE, tune_decode_layer
+    from kernels.tuner import tune_decode_layer
 
     if name not in TUNABLE:
         raise UsageError(f"{name}: cannot be tuned; expected one of {', '.join(TUNABLE)}")
+    if name != DECODE_LAYER and rows != BATCH_WINDOW_ROWS:
+        raise UsageError(f"--rows {rows}: {name} always works in windows of {BATCH_WINDOW_ROWS}; leave it out")
     config, target = model_config(model), table or table_path()
     if not target.absolute().parent.is_dir():
         raise UsageError(f"--table {target}: its folder does not exist")
     with no_orphans(), console.ReleaseConsole().step("tune") as line:
-        result = tune_decode_layer(config, simulator(), target, rows=rows, budget_s=budget, progress=line.note)
-        line.outcome = f"{result.tried} tiles tried, layer {result.before_us:.1f} to {result.after_us:.1f} us"
+        if name == DECODE_LAYER:
+            result = tune_decode_layer(config, simulator(), target, rows=rows, budget_s=budget, progress=line.note)
+        else:
+            result = tune_lm_head(config, simulator(), target, budget_s=budget, progress=line.note)
+        line.outcome = f"{result.tried} tiles tried, {result.before_us:.1f} to {result.after_us:.1f} us"
     if as_json:
         emit_json({"model": model, "table": str(target), **asdict(result)})
         return
-    columns = ["k", "n", "tile m, k in L0, k left, k right, n", "alone before us", "alone us", "kept"]
+    part = "alone" if name == DECODE_LAYER else "whole head"
+    columns = ["k", "n", "tile m, k in L0, k left, k right, n", f"{part} before us", f"{part} us", "kept"]
     found = [
         [
             entry.k,
@@ -60,5 +71,5 @@ def tune(
         for entry in (*result.kept, *result.dropped)
     ]
     emit_table(f"Tiles of {name}, {Path(model).name} (cost model of the Ascend 910B2)", columns, found)
-    kept = f"written to {target}" if result.kept else "nothing written: no tile made the whole layer faster"
-    emit_line(f"layer: {result.before_us:.1f} us before, {result.after_us:.1f} us after; {kept}")
+    kept = f"written to {target}" if result.kept else "nothing written: no tile made the whole program faster"
+    emit_line(f"{name}: {result.before_us:.1f} us before, {result.after_us:.1f} us after; {kept}")

@@ -73,8 +73,10 @@ def test_estimate_simulates_and_writes_table_picture_and_json(tmp_path: Path) ->
 
 
 def test_tune_refuses_what_it_cannot_tune_or_write(tmp_path: Path) -> None:
-    _, stderr = run_cli("programs", "tune", "lm_head_greedy", code=2)
-    assert "expected one of decode_layer" in stderr
+    _, stderr = run_cli("programs", "tune", "prefill_layer", code=2)
+    assert "expected one of decode_layer, lm_head_greedy" in stderr
+    _, stderr = run_cli("programs", "tune", "lm_head_greedy", "--rows", "4", code=2)
+    assert "windows of 16" in stderr
     _, stderr = run_cli("programs", "tune", "decode_layer", "--table", str(tmp_path / "none" / "t.json"), code=2)
     assert "its folder does not exist" in stderr
 

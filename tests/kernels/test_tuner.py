@@ -14,10 +14,12 @@ from kernels.calculator import default_cache_dir
 from kernels.catalog import builtin_config
 from kernels.check_cache import CheckCache
 from kernels.errors import ProgramError
+from kernels.head_tuner import head_tiles, tune_lm_head
 from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer
 from kernels.programs.decode_tiles import choose_stream_tile
 from kernels.programs.linear import LinearW8A8, LinearW8A8Spec
+from kernels.programs.lm_head import LmHeadGreedy
 from kernels.tile_rules import CubeTile, check_cube_tile
 from kernels.tiles import choose_cube_tile
 from kernels.toolchain import check_key, run_check
@@ -91,6 +93,46 @@ def test_a_matmul_at_its_bandwidth_is_not_searched(tmp_path: Path) -> None:
 def test_windows_out_of_range_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ProgramError, match="1 to 16 rows, not 17"):
         tune_decode_layer(CONFIG, lambda program: 1.0, tmp_path / "t", rows=17)
+
+
+def prefers_depth(depth: int, gain_us: float) -> Callable[[Program], float]:
+    """A cost model on which LM heads whose tile is `depth` deep in L0 gain."""
+
+    def simulate(program: Program) -> float:
+        assert isinstance(program, LmHeadGreedy)
+        spec = program.spec
+        tile = choose_cube_tile(spec.hidden_size, spec.chunk_tokens, 2, rows=16, columns=spec.block_tokens)
+        return 100.0 * spec.chunks - (gain_us if tile.k_l0 == depth else 0.0)
+
+    return simulate
+
+
+def test_the_tile_of_the_lm_head_is_searched_in_the_head_and_read_where_it_is_as_wide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "tiles.json"
+    result = tune_lm_head(CONFIG, prefers_depth(64, 7.0), table)
+    chunks = -(-CONFIG.vocab_size // 6144)
+    (kept,) = result.kept
+    assert (result.before_us, result.after_us) == (100.0 * chunks, 100.0 * chunks - 7.0)
+    assert (kept.key, kept.tile.k_l0, kept.tile.n) == ((1024, 6144, 16, 2), 64, 256)
+    monkeypatch.setenv(TABLE_VARIABLE, str(table))
+    assert choose_cube_tile(1024, 6144, 2, rows=16, columns=256) == kept.tile
+    assert choose_cube_tile(1024, 6144, 2, rows=16, columns=128).n == 128
+    assert choose_cube_tile(1024, 6144, 2, rows=32, columns=256).k_l0 == 128
+
+
+def test_a_head_that_gains_nothing_leaves_the_table_and_the_budget_ends_its_search(tmp_path: Path) -> None:
+    table = tmp_path / "tiles.json"
+    assert tune_lm_head(CONFIG, prefers_depth(64, 0.0), table).kept == ()
+    now = itertools.count(0, 1)
+    result = tune_lm_head(CONFIG, prefers_depth(8, 0.0), table, budget_s=5, clock=lambda: float(next(now)))
+    assert 1 < result.tried <= 6
+    assert not table.exists()
+    tiles = head_tiles(5120, 256)
+    assert len(tiles) == len(set(tiles)) > 10
+    for tile in tiles:
+        check_cube_tile(tile, 2)
 
 
 def test_the_table_comes_back_as_it_was_and_new_entries_replace_old_ones(tmp_path: Path) -> None:
