@@ -21,7 +21,7 @@ from quantize.gguf_source import check_gguf
 from quantize.json_files import read_json_object
 from quantize.model_config import ModelConfig
 from quantize.preflight import quantized_problems, source_problems
-from quantize.recipe import RECIPE_NAME, parse_recipe
+from quantize.recipe import RECIPE_NAME, YAML_LOADER, parse_recipe, parse_yaml
 
 MAX_RECIPE_BYTES = 2**20
 MAX_TOKENIZER_BYTES = 64 * 2**20
@@ -171,9 +171,9 @@ def _recipe(directory: Path, notes: list[str]) -> Mapping[str, Any] | None:
             raise ValueError(f"it has more than {MAX_RECIPE_BYTES} bytes")
         text = path.read_text(encoding="utf-8")
         # Aliases can spell a structure of any size in a few lines, and no recipe of ours has them.
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, YAML_LOADER)):
             raise ValueError("it has YAML aliases")
-        return parse_recipe(yaml.safe_load(text), str(path)).model_dump(mode="json")
+        return parse_recipe(parse_yaml(text, str(path)), str(path)).model_dump(mode="json")
     except (OSError, ValueError, RecursionError, yaml.YAMLError, RecipeError) as error:
         notes.append(printable(f"{path}: the stored recipe cannot be read: {str(error)[:300]}"))
         return None

@@ -21,18 +21,26 @@ logger = logging.getLogger(__name__)
 
 
 class InputMoments:
-    """The Hessian of one Linear input over calibration tokens: `sum_t w_t x x^T`, FP64 `[k, k]`, w a token's weight."""
+    """Second moments of one Linear input over calibration tokens, FP64 `[k, k]`, w a token's weight.
 
-    def __init__(self, k: int) -> None:
+    `hessian` is `sum_t w_t x' x'^T` of the rounded inputs x', `lost` is `sum_t w_t (x - x') x'^T` (None unless
+    `compensate`).
+    """
+
+    def __init__(self, k: int, *, compensate: bool = True) -> None:
         self.hessian = torch.zeros(k, k, dtype=torch.float64)
+        self.lost = torch.zeros(k, k, dtype=torch.float64) if compensate else None
         self.tokens = 0
 
-    def add(self, inputs: Tensor, token_weights: Tensor) -> None:
-        """Add tokens: inputs FP32 `[tokens, k]`, weights FP32 `[tokens]`.
+    def add(self, inputs: Tensor, rounded: Tensor, token_weights: Tensor) -> None:
+        """Add tokens: inputs FP32 `[tokens, k]`, the same rounded, weights FP32 `[tokens]`.
 
         The product of one call is FP32, sums over calls are FP64; so a call should have a few thousand tokens at most.
         """
-        self.hessian += ((inputs * token_weights.unsqueeze(1)).T @ inputs).to(torch.float64)
+        weighted = rounded * token_weights.unsqueeze(1)
+        self.hessian += (weighted.T @ rounded).to(torch.float64)
+        if self.lost is not None:
+            self.lost += ((inputs - rounded).T @ weighted).to(torch.float64)
         self.tokens += len(inputs)
 
 
@@ -42,11 +50,12 @@ class GptqFactor:
 
     `order` INT64 `[k]` is the order of the columns; `inverse_root` FP32 `[k, k]` is upper triangular with
     `inverse(H) = inverse_root^T inverse_root` in that order. `damping` is what was really added, as a share of the mean
-    diagonal; `attempts` counts the factorizations it took.
+    diagonal; `attempts` counts the factorizations it took. `compensation` FP32 `[k, k]` is `lost H^-1`, or None.
     """
 
     order: Tensor
     inverse_root: Tensor
+    compensation: Tensor | None
     damping: float
     attempts: int
 
@@ -76,7 +85,10 @@ def factor_hessian(moments: InputMoments, damping: float, act_order: bool, name:
             inverse = torch.cholesky_inverse(root)[order][:, order]
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
             if not int(failed):
-                return GptqFactor(order, upper.to(torch.float32), damping, attempts)
+                lost, compensation = moments.lost, None
+                if lost is not None:
+                    compensation = torch.cholesky_solve(lost.T, root).T.to(torch.float32).contiguous()
+                return GptqFactor(order, upper.to(torch.float32), compensation, damping, attempts)
         logger.warning(
             "%s: the Hessian is not positive definite with damping %g, trying %g", name, damping, damping * DAMPING_STEP
         )

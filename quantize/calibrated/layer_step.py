@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantize.calibrated.compensation import Judges, compensated, is_judge
 from quantize.calibrated.decoder import SITES, Layer, fake_quantize, run_layer
 from quantize.calibrated.gptq import GptqFactor, InputMoments, factor_hessian, gptq_codes
 from quantize.calibrated.smoothing import (
@@ -83,22 +84,26 @@ def quantize_layer(
     if recipe.algorithm in ("smoothquant", "smoothquant+gptq"):
         choices = _smooth(layer, plan, config, recipe, statistics)
     factors: dict[str, GptqFactor] = {}
+    judges: dict[str, Judges] = {}
     if recipe.algorithm in ("gptq", "smoothquant+gptq"):
-        factors = _factors(layer, plan, config, recipe, rope, quantized, token_weights)
+        factors, judges = _factors(layer, plan, config, recipe, rope, quantized, token_weights)
     codes, linears = {}, []
     for site, names in SITES.items():
         for name in names:
             if name not in plan.quantized:
                 layer.weights[name] = layer.weights[name].to(plan.stored[name]).to(torch.float32)
                 continue
-            weight = layer.weights[name]
-            scale = _scales(weight, plan.stored[name], recipe)
-            scale_fp32 = scale.to(torch.float32)
-            factor = factors.get(site)
+            weight, factor, share = layer.weights[name], factors.get(site), None
             if factor is None:
+                scale = _scales(weight, plan.stored[name], recipe)
                 found = weight_codes(weight, scale)
             else:
-                found = gptq_codes(weight, scale_fp32, factor, recipe.gptq.block_columns)
+                wanted, share = weight, 0.0
+                if factor.compensation is not None:
+                    wanted, share = compensated(weight, factor.compensation, judges[site])
+                scale = _scales(wanted, plan.stored[name], recipe)
+                found = gptq_codes(wanted, scale.to(torch.float32), factor, recipe.gptq.block_columns)
+            scale_fp32 = scale.to(torch.float32)
             codes[name] = (found, scale)
             layer.weights[name] = found.to(torch.float32) * scale_fp32
             noise = float((layer.weights[name] - weight).square().sum() / weight.square().sum().clamp_min(1e-30))
@@ -109,6 +114,7 @@ def quantize_layer(
                     "rel_rms_error": math.sqrt(noise),
                     "damping": factor.damping if factor else None,
                     "attempts": factor.attempts if factor else None,
+                    "compensated": share,
                 }
             )
     for name, bias in layer.biases.items():
@@ -190,22 +196,35 @@ def _factors(
     rope: tuple[Tensor, Tensor],
     quantized: Tensor,
     token_weights: Mapping[str, Tensor],
-) -> dict[str, GptqFactor]:
-    """The factored Hessian of each site that feeds a quantized Linear, over what the layer will really read."""
-    moments: dict[str, InputMoments] = {}
-    for chunk in _chunks(*quantized.shape[:2]):
+) -> tuple[dict[str, GptqFactor], dict[str, Judges]]:
+    """The factored Hessian of each site that feeds a quantized Linear, over what the layer will really read.
 
-        def observe(site: str, values: Tensor, chunk: slice = chunk) -> None:
+    With `gptq.compensate`, the windows that judge are in no Hessian; the tokens of each site's come second.
+    """
+    moments: dict[str, InputMoments] = {}
+    judges: dict[str, Judges] = {}
+    windows, tokens, _ = quantized.shape
+    compensate = recipe.gptq.compensate and any(is_judge(window) for window in range(windows))
+    for chunk in _chunks(windows, tokens):
+        judging = torch.tensor([compensate and is_judge(window) for window in range(windows)[chunk]])
+
+        def observe(site: str, values: Tensor, chunk: slice = chunk, judging: Tensor = judging) -> None:
             if plan.quantized.isdisjoint(SITES[site]):
                 return
-            flat = fake_quantize(values.reshape(-1, values.shape[-1]))
-            moments.setdefault(site, InputMoments(flat.shape[1])).add(flat, token_weights[site][chunk].reshape(-1))
+            if site not in moments:
+                moments[site] = InputMoments(values.shape[-1], compensate=compensate)
+                judges[site] = Judges([])
+            rounded, weights = fake_quantize(values), token_weights[site][chunk]
+            for taker, these in ((moments[site], ~judging), (judges[site], judging)):
+                if bool(these.any()):
+                    taker.add(values[these].flatten(0, 1), rounded[these].flatten(0, 1), weights[these].flatten())
 
         run_layer(layer, quantized[chunk], config, rope, quantized=True, observe=observe)
-    return {
+    factors = {
         site: factor_hessian(found, recipe.gptq.damping, recipe.gptq.act_order, f"{plan.name}, {site}")
         for site, found in moments.items()
     }
+    return factors, judges
 
 
 def _scales(weight: Tensor, stored: torch.dtype, recipe: Recipe) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,9 @@ from quantize.checkpoint import (
 )
 from quantize.checkpoint_writer import CheckpointWriter
 from quantize.errors import CheckpointError
-from quantize.shard_layout import TensorSpec
+from quantize.shard_layout import PAGE_BYTES, TensorSpec, lay_out
 from quantize.staging_folder import StagingFolder
+from quantize.torch_dtypes import TORCH_DTYPES
 from tests.quantize.files import copy_checkpoint, edit_json, edit_tensors, zeros_file
 from tests.tiny_models import make_tiny_llama, make_tiny_qwen3
 
@@ -261,6 +263,27 @@ def test_strided_and_transposed_tensors_keep_their_values(tmp_path: Path) -> Non
     assert set(read) == set(tensors)
     for name, tensor in tensors.items():
         assert torch.equal(read[name], tensor), name
+
+
+def test_every_matrix_of_whole_pages_starts_on_one(tmp_path: Path) -> None:
+    specs = [
+        TensorSpec("a.weight", "I8", (64, 128)),
+        TensorSpec("a.weight_scale", "BF16", (64, 1)),
+        TensorSpec("b.norm", "F32", (5,)),
+        TensorSpec("c.weight", "F32", (32, 32)),
+        TensorSpec("odd", "I8", (3,)),
+    ]
+    (shard,) = lay_out([specs])
+    assert [shard.offsets[name] % PAGE_BYTES for name in ("a.weight", "c.weight")] == [0, 0]
+    assert all(shard.offsets[spec.name] % spec.item_bytes == 0 for spec in specs)
+    with CheckpointWriter(tmp_path / "out", specs, {}) as writer:
+        for spec in specs:
+            writer.write(spec.name, torch.ones(spec.shape, dtype=TORCH_DTYPES[spec.dtype_name]))
+        writer.commit()
+    found = load_file(tmp_path / "out" / SINGLE_NAME)
+    assert {name: tensor.sum().item() for name, tensor in found.items()} == {
+        spec.name: math.prod(spec.shape) for spec in specs
+    }
 
 
 def test_the_writers_digest_is_that_of_what_lies_on_disk(tiny_qwen3: Path, tmp_path: Path) -> None:

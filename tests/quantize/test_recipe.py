@@ -151,3 +151,10 @@ def test_a_tied_head_cannot_be_asked_for(tiny_llama: Path) -> None:
     schemes = (ModuleScheme(targets=("lm_head",), scheme="int8"),)
     with pytest.raises(RecipeError, match="tie_word_embeddings"):
         ignored_modules([], load_model_config(tiny_llama), schemes)
+
+
+def test_text_that_nests_without_end_is_refused_and_not_followed(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("[" * 10_000)
+    with pytest.raises(RecipeError, match="not valid YAML"):
+        load_recipe(path)

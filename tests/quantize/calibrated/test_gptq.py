@@ -22,10 +22,12 @@ def correlated_inputs(tokens: int = 512, columns: int = 96, seed: int = 0) -> Te
 
 
 def moments_of(inputs: Tensor, weights: Tensor | None = None) -> InputMoments:
+    """Of inputs that rounding leaves as they are."""
     moments = InputMoments(inputs.shape[1])
     weights = torch.ones(len(inputs)) if weights is None else weights
     for start in range(0, len(inputs), 100):
-        moments.add(inputs[start : start + 100], weights[start : start + 100])
+        part = inputs[start : start + 100]
+        moments.add(part, part, weights[start : start + 100])
     return moments
 
 
@@ -110,7 +112,7 @@ def test_codes_stay_in_range_when_errors_pile_up() -> None:
     weight, scale = linear()
     root = torch.eye(96)
     root[:-1, -1] = 50.0
-    codes = gptq_codes(weight, scale, GptqFactor(torch.arange(96), root, 0.01, 1), 32)
+    codes = gptq_codes(weight, scale, GptqFactor(torch.arange(96), root, None, 0.01, 1), 32)
     assert int(codes.min()) == -127
     assert int(codes.max()) == 127
 
