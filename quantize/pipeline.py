@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from quantize.errors import CheckpointError
 from quantize.recipe import Recipe
 from quantize.rtn import QuantizeResult, quantize_checkpoint
 from quantize.streaming import Progress
+
+logger = logging.getLogger(__name__)
 
 
 def quantize(
@@ -29,6 +32,21 @@ def quantize(
     """
     if source.resolve() in out.resolve().parents:
         raise CheckpointError(f"{out}: lies in the source {source}, which is only read; choose a place outside it")
+    if recipe.idle_settings:
+        logger.warning("algorithm %s does not read the recipe's %s", recipe.algorithm, ", ".join(recipe.idle_settings))
+    return _quantize(source, out, recipe, progress, max_shard_bytes, memory_bytes, workers)
+
+
+def _quantize(
+    source: Path,
+    out: Path,
+    recipe: Recipe,
+    progress: Progress | None,
+    max_shard_bytes: int | None,
+    memory_bytes: int | None,
+    workers: int | None,
+) -> QuantizeResult:
+    """`quantize` without its checks, for the candidates of a search too."""
     if not recipe.calibrates:
         return quantize_checkpoint(
             source, out, recipe, progress, max_shard_bytes, memory_bytes=memory_bytes, workers=workers
@@ -37,7 +55,7 @@ def quantize(
         from quantize.calibrated.search import quantize_auto
 
         def one(source: Path, out: Path, recipe: Recipe) -> QuantizeResult:
-            return quantize(source, out, recipe, None, max_shard_bytes, memory_bytes=memory_bytes, workers=workers)
+            return _quantize(source, out, recipe, None, max_shard_bytes, memory_bytes, workers)
 
         return quantize_auto(source, out, recipe, one, progress)
     from quantize.calibrated.run import quantize_calibrated

@@ -138,6 +138,16 @@ Algorithm = Literal["rtn", "smoothquant", "gptq", "smoothquant+gptq", "auto"]
 Reader = Literal["any", "vllm", "vllm-ascend", "pypto-serving"]
 
 
+_READ_BY: Mapping[Algorithm, frozenset[str]] = {
+    "rtn": frozenset(),
+    "smoothquant": frozenset({"smoothing", "calibration"}),
+    "gptq": frozenset({"gptq", "smoothing.rotate", "calibration"}),
+    "smoothquant+gptq": frozenset({"smoothing", "gptq", "calibration"}),
+    "auto": frozenset({"smoothing", "gptq", "search", "calibration"}),
+}
+"""Which sections, or keys of one, each algorithm reads."""
+
+
 class Recipe(BaseModel):
     """How to quantize, and what the result must reach.
 
@@ -189,6 +199,22 @@ class Recipe(BaseModel):
     def calibrates(self) -> bool:
         """Whether the algorithm runs text through the model."""
         return self.algorithm != "rtn"
+
+    @property
+    def idle_settings(self) -> list[str]:
+        """Settings that are not their defaults and that the algorithm does not read, as `section.key`.
+
+        They are no error: a recipe's algorithm may be overridden (`--preset`), and the sections are kept for the other.
+        """
+        read = _READ_BY[self.algorithm]
+        idle = []
+        for section in ("smoothing", "gptq", "search", "calibration"):
+            settings = getattr(self, section)
+            defaults = type(settings)()
+            for key in type(settings).model_fields:
+                if getattr(settings, key) != getattr(defaults, key) and not {section, f"{section}.{key}"} & read:
+                    idle.append(f"{section}.{key}")
+        return idle
 
     @property
     def effective_ignore(self) -> tuple[str, ...]:

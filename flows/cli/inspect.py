@@ -143,6 +143,5 @@ def _few(names: tuple[str, ...], limit: int = 8) -> str:
 
 def _recipe(recipe: Mapping[str, Any]) -> str:
     """The keys that say how the weights were made."""
-    return ", ".join(
-        f"{key} {recipe[key]}" for key in ("algorithm", "arithmetic", "clip", "down", "reader") if key in recipe
-    )
+    told = [f"{key} {recipe[key]}" for key in ("algorithm", "arithmetic", "clip", "down", "reader") if key in recipe]
+    return ", ".join([*told, "rotated"] if recipe.get("smoothing", {}).get("rotate") else told)

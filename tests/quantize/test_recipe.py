@@ -158,3 +158,23 @@ def test_text_that_nests_without_end_is_refused_and_not_followed(tmp_path: Path)
     path.write_text("[" * 10_000)
     with pytest.raises(RecipeError, match="not valid YAML"):
         load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "idle"),
+    [
+        ("rtn", ["gptq.damping", "search.max_kl_share", "calibration.tokens"]),
+        ("smoothquant", ["gptq.damping", "search.max_kl_share"]),
+        ("gptq", ["search.max_kl_share"]),
+        ("auto", []),
+    ],
+)
+def test_settings_that_an_algorithm_does_not_read_are_named(algorithm: str, idle: list[str]) -> None:
+    sections = {"gptq": {"damping": 0.2}, "search": {"max_kl_share": 0.5}, "calibration": {"tokens": 4096}}
+    assert parse_recipe({"algorithm": algorithm, **sections}, "x").idle_settings == idle
+    assert parse_recipe({"algorithm": algorithm}, "x").idle_settings == []
+
+
+def test_gptq_reads_of_smoothing_the_rotation_alone() -> None:
+    recipe = parse_recipe({"algorithm": "gptq", "smoothing": {"rotate": True, "strength": 0.5}}, "x")
+    assert recipe.idle_settings == ["smoothing.strength"]
