@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from importlib.util import find_spec
 from pathlib import Path
 
+import kernels.errors
 from kernels.errors import ToolchainError
 
 PACKAGES = ("kernels", "quantize")
+_ROOT = Path(kernels.errors.__file__).parent.parent
 
 
 def closure_digest(*modules: str) -> str:
@@ -48,18 +49,17 @@ def imported_modules(text: bytes) -> set[str]:
 
 def module_path(name: str) -> Path:
     """Source file of one of our modules; raises ToolchainError when there is none."""
-    spec = find_spec(name)
-    if spec is None or spec.origin is None:
-        raise ToolchainError(f"module {name} has no source file")
-    return Path(spec.origin)
+    path = _source(name)
+    if path is None:
+        raise ToolchainError(f"module {name} has no source file under {_ROOT}")
+    return path
 
 
 def _is_module(name: str) -> bool:
-    parent, _, _ = name.rpartition(".")
-    if parent and not hasattr(find_spec(parent), "submodule_search_locations"):
-        return False
-    try:
-        spec = find_spec(name)
-    except ModuleNotFoundError:
-        return False
-    return spec is not None and spec.origin is not None
+    return _source(name) is not None
+
+
+def _source(name: str) -> Path | None:
+    """The file of a module or package, found without importing it: a kernel imports pypto, which sets up logging."""
+    place = _ROOT.joinpath(*name.split("."))
+    return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)

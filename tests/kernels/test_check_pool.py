@@ -164,3 +164,13 @@ def test_no_workers_are_refused() -> None:
     assert checked_workers(None, 3) == 3
     with pytest.raises(ToolchainError, match="0 workers: expected at least 1"):
         checked_workers(0, 3)
+
+
+def test_a_key_is_computed_without_importing_kernels() -> None:
+    code = (
+        "import sys; from kernels.toolchain import check_key\n"
+        "from tests.kernels.programs_support import full_check, layer_program\n"
+        "check_key(full_check(layer_program()))\n"
+        "sys.exit('pypto' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
