@@ -2,8 +2,8 @@
 
 Three checks per program: verified at a small shape through all passes, verified at the model's own widths as far as
 memory and disk allow, and simulated at the serving shape (16 rows, 256 tokens of context each). `decode_step` has no
-check at own width: its code there is that of `decode_layer` and `lm_head_greedy`. This module decides the shapes;
-`kernels.toolchain` runs them.
+check at own width: its code there is that of `decode_layer` and `lm_head_greedy`. Nor have the BF16 forms, listed as
+`..._bf16`, whose code differs in their linears. This module decides the shapes; `kernels.toolchain` runs them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
 from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
 from kernels.programs.embedding import EmbeddingGather, EmbeddingGatherSpec
+from kernels.programs.layer_slabs import WeightForm
 from kernels.programs.lm_head import CHUNK_TOKENS, LmHeadGreedy, LmHeadSpec
 from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
 from kernels.programs.sampling import GreedySample, GreedySampleSpec, TopkSelect, TopkSelectSpec
@@ -88,17 +89,23 @@ def programs_for(config: ModelConfig, down: DownDtype = "int8") -> list[ProgramC
         ProgramCase(LmHeadGreedy.name, _lm_head_checks(config)),
         ProgramCase(DecodeStep.name, _decode_step_checks(config, down)),
         ProgramCase(PrefillLayer.name, _prefill_layer_checks(config, down)),
+        ProgramCase(f"{DecodeLayer.name}_bf16", _decode_layer_checks(config, "bf16", "bf16")),
+        ProgramCase(f"{DecodeStep.name}_bf16", _decode_step_checks(config, "bf16", "bf16")),
+        ProgramCase(f"{PrefillLayer.name}_bf16", _prefill_layer_checks(config, "bf16", "bf16")),
         ProgramCase(GreedySample.name, _sampling_checks(config, lambda *of: GreedySample(GreedySampleSpec.of(*of)))),
         ProgramCase(TopkSelect.name, _sampling_checks(config, lambda *of: TopkSelect(TopkSelectSpec.of(*of)))),
         ProgramCase(EmbeddingGather.name, _embedding_checks(config)),
     ]
 
 
-def _decode_layer_checks(config: ModelConfig, down: DownDtype) -> tuple[Check, ...]:
-    small = DecodeLayerSpec.of(_small_config(config), down, (1, 130, 128))
+def _decode_layer_checks(config: ModelConfig, down: DownDtype, weights: WeightForm = "int8") -> tuple[Check, ...]:
+    small = DecodeLayerSpec.of(_small_config(config), down, (1, 130, 128), weights=weights)
     heavy = _layer_weight_bytes(config, down) > FULL_VERIFY_WEIGHT_BYTES
     own = DecodeLayerSpec.of(config, down, (130, 5))
-    served = DecodeLayerSpec.of(config, down, (SIMULATED_CONTEXT_TOKENS,) * BATCH_WINDOW_ROWS)
+    contexts = (SIMULATED_CONTEXT_TOKENS,) * BATCH_WINDOW_ROWS
+    served = DecodeLayerSpec.of(config, down, contexts, weights=weights)
+    if weights == "bf16":
+        return Check("small", DecodeLayer(small), ALL_PASSES), Check("simulated", DecodeLayer(served), None)
     return (
         Check("small", DecodeLayer(small), ALL_PASSES),
         Check(
@@ -126,14 +133,21 @@ def _lm_head_checks(config: ModelConfig) -> tuple[Check, ...]:
     )
 
 
-def _decode_step_checks(config: ModelConfig, down: DownDtype) -> tuple[Check, ...]:
+def _decode_step_checks(config: ModelConfig, down: DownDtype, weights: WeightForm = "int8") -> tuple[Check, ...]:
     # The second step of the second row starts a page of its own.
     small = DecodeStepSpec.of(
-        replace(_small_config(config), vocab_size=300), down, (1, 128), layers=2, steps=2, chunk_tokens=128
+        replace(_small_config(config), vocab_size=300),
+        down,
+        (1, 128),
+        layers=2,
+        steps=2,
+        chunk_tokens=128,
+        weights=weights,
     )
     cut, notes = _with_affordable_vocabulary(config)
     layers = min(SIMULATED_STEP_LAYERS, config.num_layers)
-    served = DecodeStepSpec.of(cut, down, (SIMULATED_CONTEXT_TOKENS,) * BATCH_WINDOW_ROWS, layers=layers)
+    contexts = (SIMULATED_CONTEXT_TOKENS,) * BATCH_WINDOW_ROWS
+    served = DecodeStepSpec.of(cut, down, contexts, layers=layers, weights=weights)
     notes.insert(0, f"{layers} of {config.num_layers} layers")
     return (
         Check("small", DecodeStep(small), ALL_PASSES),
@@ -141,11 +155,15 @@ def _decode_step_checks(config: ModelConfig, down: DownDtype) -> tuple[Check, ..
     )
 
 
-def _prefill_layer_checks(config: ModelConfig, down: DownDtype) -> tuple[Check, ...]:
+def _prefill_layer_checks(config: ModelConfig, down: DownDtype, weights: WeightForm = "int8") -> tuple[Check, ...]:
     # One chunk goes on behind cached tokens and crosses into a page; the other is a prompt of one token.
-    small = PrefillLayerSpec.of(_small_config(config), down, ((126, 3), (0, 1)), window_rows=BATCH_WINDOW_ROWS)
+    small = PrefillLayerSpec.of(
+        _small_config(config), down, ((126, 3), (0, 1)), window_rows=BATCH_WINDOW_ROWS, weights=weights
+    )
     own = PrefillLayerSpec.of(config, down, ((127, 2), (0, 1)))
-    served = PrefillLayerSpec.of(config, down, ((0, SIMULATED_PROMPT_TOKENS),))
+    served = PrefillLayerSpec.of(config, down, ((0, SIMULATED_PROMPT_TOKENS),), weights=weights)
+    if weights == "bf16":
+        return Check("small", PrefillLayer(small), ALL_PASSES), Check("simulated", PrefillLayer(served), None)
     return (
         Check("small", PrefillLayer(small), ALL_PASSES),
         Check("own width", PrefillLayer(own), EARLY_PASSES, _early_note(config)),

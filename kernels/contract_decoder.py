@@ -97,12 +97,25 @@ _STACKED_WEIGHTS = (
     *(weight for name in _FAMILY_WEIGHTS for weight in _LAYER_WEIGHTS if weight[0] == name),
 )
 """`decode_step` takes what not every family has last."""
+_HEAD_AND_EMBEDDING = (
+    StageArgument("final_norm", "FP32", ("1", "H"), slab="final_norm_weight"),
+    StageArgument("lm_head_weight", "BF16", ("V", "H"), slab="lm_head_weight"),
+    StageArgument("embed_weight", "BF16", ("V", "H"), slab="embed_weight"),
+)
 _ROWS = (
     StageArgument("cos", "FP32", ("B", "D")),
     StageArgument("sin", "FP32", ("B", "D")),
     StageArgument("slots", "INT32", ("B", "1")),
     StageArgument("context_tokens", "INT32", ("B",)),
     StageArgument("block_table", "INT32", ("B", "M")),
+)
+_PROMPTS = (
+    StageArgument("cos", "FP32", ("T", "D")),
+    StageArgument("sin", "FP32", ("T", "D")),
+    StageArgument("row_starts", "INT32", ("B",)),
+    StageArgument("context_tokens", "INT32", ("B",)),
+    StageArgument("block_table", "INT32", ("B", "M")),
+    StageArgument("causal_bias", "FP32", (str(PAGE_TOKENS), str(PAGE_TOKENS))),
 )
 _CACHES = (
     StageArgument("k_cache", "BF16", ("S", "KV"), "inout"),
@@ -193,13 +206,7 @@ def _prefill_layer(slabs: dict[str, SlabSpec]) -> Stage:
         (
             StageArgument("x", "BF16", ("T", "H")),
             *(_layer_argument(name, slabs.get(slab)) for name, slab in _LAYER_WEIGHTS),
-            StageArgument("cos", "FP32", ("T", "D")),
-            StageArgument("sin", "FP32", ("T", "D")),
-            StageArgument("slots", "INT32", ("T", "1")),
-            StageArgument("row_starts", "INT32", ("B",)),
-            StageArgument("context_tokens", "INT32", ("B",)),
-            StageArgument("block_table", "INT32", ("B", "M")),
-            StageArgument("causal_bias", "FP32", (str(PAGE_TOKENS), str(PAGE_TOKENS))),
+            *_PROMPTS,
             *_CACHES,
             StageArgument("out", "BF16", ("T", "H"), "out"),
         ),
@@ -213,9 +220,7 @@ def _decode_step(slabs: dict[str, SlabSpec]) -> Stage:
         (
             StageArgument("x", "BF16", ("B", "H"), "inout"),
             *(_stacked_argument(name, slabs.get(slab)) for name, slab in _STACKED_WEIGHTS),
-            StageArgument("final_norm", "FP32", ("1", "H"), slab="final_norm_weight"),
-            StageArgument("lm_head_weight", "BF16", ("V", "H"), slab="lm_head_weight"),
-            StageArgument("embed_weight", "BF16", ("V", "H"), slab="embed_weight"),
+            *_HEAD_AND_EMBEDDING,
             StageArgument("cos", "FP32", ("T", "D")),
             StageArgument("sin", "FP32", ("T", "D")),
             StageArgument("slots", "INT32", ("L*T", "1")),

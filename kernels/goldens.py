@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.errors import KernelsError
 from quantize.numerics import apply_rope, linear_w8a8, quantize_activation, rms_norm, to_bf16
 
 PAGE_TOKENS = 128
@@ -35,9 +36,9 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's slabs: projections INT8 `[in, out]`, scales FP32 `[out]`, norms FP32 `[n]`.
+    """One layer's slabs: projections INT8 or BF16 `[in, out]`, scales FP32 `[out]`, norms FP32 `[n]`.
 
-    `w_down` is INT8 with `w_down_scale`, or BF16 with `w_down_scale=None`. `q_norm`/`k_norm` FP32 `[head_dim]` and the
+    The scale of a BF16 weight is not read; `w_down_scale` may be None then. `q_norm`/`k_norm` FP32 `[head_dim]` and the
     QKV biases FP32 `[out]` are None where the family has none.
     """
 
@@ -114,14 +115,26 @@ def paged_attention(
     return out
 
 
+def linear(x_bf16: Tensor, weight: Tensor, weight_scale: Tensor | None) -> Tensor:
+    """BF16 rows `[rows, in]` by a weight `[in, out]`, FP32 `[rows, out]`: the weight's dtype decides the arithmetic.
+
+    INT8: the rows are quantized, see `linear_w8a8`. BF16: products of BF16 values, summed in FP32. Raises KernelsError
+    for an INT8 weight without its scale.
+    """
+    if weight.dtype != torch.int8:
+        return x_bf16.to(torch.float32) @ weight.to(torch.float32)
+    if weight_scale is None:
+        raise KernelsError("an INT8 weight came without its scale; pass the scale, or a BF16 weight")
+    return linear_w8a8(*quantize_activation(x_bf16), weight, weight_scale)
+
+
 def attention_inputs(x: Tensor, weights: LayerWeights, shape: LayerShape, rows: TokenRows) -> tuple[Tensor, ...]:
-    """Norm, quantize, project, QK-norm and rotate: BF16 `[rows, hidden]` to BF16 q `[rows, heads, dim]`, k, v 2-D."""
+    """Norm, project, QK-norm and rotate: BF16 `[rows, hidden]` to BF16 q `[rows, heads, dim]`, k, v 2-D."""
     count = x.shape[0]
     normed = to_bf16(rms_norm(x.to(torch.float32), weights.input_rms, shape.rms_norm_eps))
-    codes, scale = quantize_activation(normed)
-    q = linear_w8a8(codes, scale, weights.wq, weights.wq_scale)
-    k = linear_w8a8(codes, scale, weights.wk, weights.wk_scale)
-    v = linear_w8a8(codes, scale, weights.wv, weights.wv_scale)
+    q = linear(normed, weights.wq, weights.wq_scale)
+    k = linear(normed, weights.wk, weights.wk_scale)
+    v = linear(normed, weights.wv, weights.wv_scale)
     if weights.q_bias is not None and weights.k_bias is not None and weights.v_bias is not None:
         q, k, v = q + weights.q_bias, k + weights.k_bias, v + weights.v_bias
     q = q.view(count, shape.num_heads, shape.head_dim)
@@ -135,14 +148,12 @@ def attention_inputs(x: Tensor, weights: LayerWeights, shape: LayerShape, rows: 
 
 
 def mlp(h_fp32: Tensor, weights: LayerWeights, eps: float) -> Tensor:
-    """SwiGLU MLP of the FP32 residual `[rows, hidden]`: norm, quantize, gate/up, SiLU, down; returns FP32."""
-    codes, scale = quantize_activation(to_bf16(rms_norm(h_fp32, weights.post_rms, eps)))
-    gate = linear_w8a8(codes, scale, weights.w_gate, weights.w_gate_scale)
-    up = linear_w8a8(codes, scale, weights.w_up, weights.w_up_scale)
+    """SwiGLU MLP of the FP32 residual `[rows, hidden]`: norm, gate/up, SiLU, down; returns FP32."""
+    normed = to_bf16(rms_norm(h_fp32, weights.post_rms, eps))
+    gate = linear(normed, weights.w_gate, weights.w_gate_scale)
+    up = linear(normed, weights.w_up, weights.w_up_scale)
     activated = to_bf16(gate * (1.0 / (1.0 + torch.exp(-gate))) * up)
-    if weights.w_down_scale is None:
-        return activated.to(torch.float32) @ weights.w_down.to(torch.float32)
-    return linear_w8a8(*quantize_activation(activated), weights.w_down, weights.w_down_scale)
+    return linear(activated, weights.w_down, weights.w_down_scale)
 
 
 def decoder_layer(
@@ -156,8 +167,8 @@ def decoder_layer(
     k_cache[rows.slots] = k
     v_cache[rows.slots] = v
     context = paged_attention(q, k_cache, v_cache, rows.positions, rows.block_table, shape.num_kv_heads)
-    codes, scale = quantize_activation(to_bf16(context).reshape(x.shape[0], -1))
-    residual = x.to(torch.float32) + linear_w8a8(codes, scale, weights.wo, weights.wo_scale)
+    context = to_bf16(context).reshape(x.shape[0], -1)
+    residual = x.to(torch.float32) + linear(context, weights.wo, weights.wo_scale)
     return to_bf16(residual + mlp(residual, weights, shape.rms_norm_eps))
 
 
@@ -167,26 +178,24 @@ def lm_head(x: Tensor, final_norm: Tensor, weight: Tensor, eps: float) -> Tensor
     return normed.to(torch.float32) @ weight.to(torch.float32).t()
 
 
-def decode_step(
-    x: Tensor,
-    layers: Sequence[LayerWeights],
-    shape: LayerShape,
-    rows: TokenRows,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    final_norm: Tensor,
-    lm_head_weight: Tensor,
-    embed_weight: Tensor,
-    real_vocab: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run one decode step on BF16 hidden rows `[rows, hidden]` through `layers`, the LM head, and greedy sampling.
-
-    Caches BF16 `[layers, slots, kv_size]` are written in place. Returns logits FP32 `[rows, real_vocab]`, ids INT64
-    `[rows]`, and the embedding rows of the ids, BF16 `[rows, hidden]`, which are the next step's `x`.
-    """
+def decoder_layers(
+    x: Tensor, layers: Sequence[LayerWeights], shape: LayerShape, rows: TokenRows, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    """Run BF16 hidden rows `[rows, hidden]` through `layers`; caches BF16 `[layers, slots, kv_size]`, in place."""
     for index, weights in enumerate(layers):
         x = decoder_layer(x, weights, shape, rows, k_cache[index], v_cache[index])
-    logits = lm_head(x, final_norm, lm_head_weight[:real_vocab], shape.rms_norm_eps)
+    return x
+
+
+def next_tokens(
+    x: Tensor, final_norm: Tensor, lm_head_weight: Tensor, embed_weight: Tensor, real_vocab: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Final norm, LM head and greedy sampling of BF16 hidden rows `[rows, hidden]`.
+
+    Returns logits FP32 `[rows, real_vocab]`, ids INT64 `[rows]`, and the embedding rows of the ids, BF16
+    `[rows, hidden]`, which are the next step's hidden rows.
+    """
+    logits = lm_head(x, final_norm, lm_head_weight[:real_vocab], eps)
     ids = greedy(logits, real_vocab)
     return logits, ids, embed_weight[ids]
 
@@ -236,8 +245,8 @@ def forward(
         weights.tensors["rope_sin"][positions],
     )
     x = weights.tensors["embed_weight"][token_ids]
-    for index in range(k_cache.shape[0]):
-        x = decoder_layer(x, weights.layer(index), weights.layer_shape, rows, k_cache[index], v_cache[index])
+    layers = [weights.layer(index) for index in range(k_cache.shape[0])]
+    x = decoder_layers(x, layers, weights.layer_shape, rows, k_cache, v_cache)
     final_norm = weights.tensors["final_norm_weight"][0]
     head = weights.tensors["lm_head_weight"][: weights.real_vocab]
     return lm_head(x, final_norm, head, weights.layer_shape.rms_norm_eps)

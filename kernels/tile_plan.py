@@ -8,62 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, Protocol
 
 from kernels.errors import ProgramError
-from kernels.programs.decode_tiles import choose_stream_tile, one_wave_columns
+from kernels.programs.decode_tiles import LayerSizes, LayerTiles
 from kernels.tile_rules import check_dequant_tile, check_reduction_tile, check_vector_tile
-from kernels.tiles import FP32_IN_AND_OUT_BYTES, choose_cube_tile, row_columns
+from kernels.tiles import FP32_IN_AND_OUT_BYTES, choose_cube_tile, dequant_rows, row_columns, row_tile
 
-__all__ = ["check_decode_tiles", "check_head_tiles"]
-
-
-class LayerSizes(Protocol):
-    """What a decoder layer's tiles depend on."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the hidden rows."""
-        ...
-
-    @property
-    def intermediate_size(self) -> int:
-        """Width of the MLP."""
-        ...
-
-    @property
-    def q_size(self) -> int:
-        """Width of the query projection."""
-        ...
-
-    @property
-    def kv_size(self) -> int:
-        """Width of the key and of the value projection."""
-        ...
+__all__ = ["check_head_tiles", "check_layer_tiles"]
 
 
-def check_decode_tiles(sizes: LayerSizes, down: Literal["int8", "bf16"], rows: int) -> None:
-    """Refuse a decode layer over a window of `rows` rows of which a tile breaks a rule; names the site and the rule."""
-    hidden, inter, q_size, kv_size = sizes.hidden_size, sizes.intermediate_size, sizes.q_size, sizes.kv_size
+def check_layer_tiles(sizes: LayerSizes, rows: int) -> None:
+    """Refuse a decoder layer over windows of `rows` rows of which a tile breaks a rule; names the site and the rule."""
+    hidden, inter, q_size = sizes.hidden_size, sizes.intermediate_size, sizes.q_size
+    tiles = LayerTiles(sizes, rows)
     with _site("norm of hidden_size"):
         check_reduction_tile(hidden, hidden)
-        check_vector_tile(1, hidden, FP32_IN_AND_OUT_BYTES)
-    for name, width in (("hidden_size", hidden), ("the attention's output", q_size), ("intermediate_size", inter)):
+        check_vector_tile(row_tile(rows, hidden), hidden, FP32_IN_AND_OUT_BYTES)
+    quantized = [("hidden_size", hidden), ("the attention's output", q_size)] if sizes.weights == "int8" else []
+    quantized += [("intermediate_size", inter)] if sizes.down == "int8" else []
+    for name, width in quantized:
         with _site(f"quantization of {name}"):
-            check_vector_tile(1, row_columns(width), FP32_IN_AND_OUT_BYTES)
-    columns = one_wave_columns(q_size, kv_size, kv_size)
+            check_vector_tile(row_tile(rows, width), row_columns(width), FP32_IN_AND_OUT_BYTES)
     with _site("wq, wk, wv"):
-        choose_stream_tile(hidden, columns, columns)
-        check_vector_tile(1, q_size, FP32_IN_AND_OUT_BYTES)
+        tiles.query()
+        tiles.key_value()
+        check_vector_tile(row_tile(rows, q_size), q_size, FP32_IN_AND_OUT_BYTES)
     with _site("wo"):
-        choose_stream_tile(q_size, hidden)
+        tiles.output()
     with _site("w_gate, w_up"):
-        tile = choose_stream_tile(hidden, inter)
+        tile = tiles.up()
         check_dequant_tile(2 * tile.n, tile, inter)
-        check_vector_tile(rows, 2 * tile.n, FP32_IN_AND_OUT_BYTES)
+        check_vector_tile(dequant_rows(rows, tile), 2 * tile.n, FP32_IN_AND_OUT_BYTES)
     with _site("w_down"):
-        tile = choose_stream_tile(inter, hidden) if down == "int8" else choose_cube_tile(inter, hidden, 2)
-        check_vector_tile(rows, 2 * tile.n, FP32_IN_AND_OUT_BYTES)
+        tile = tiles.down()
+        check_vector_tile(dequant_rows(rows, tile), 2 * tile.n, FP32_IN_AND_OUT_BYTES)
 
 
 def check_head_tiles(hidden_size: int, chunk_tokens: int, block_tokens: int, rows: int) -> None:

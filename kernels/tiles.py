@@ -18,12 +18,27 @@ from kernels.tile_rules import (
 )
 from kernels.tuned_tiles import tuned_tile
 
-__all__ = ["CubeTile", "check_cube_tile", "check_vector_tile", "choose_cube_tile", "row_columns", "vector_columns"]
+__all__ = [
+    "CubeTile",
+    "check_cube_tile",
+    "check_vector_tile",
+    "choose_cube_tile",
+    "dequant_rows",
+    "row_columns",
+    "row_tile",
+    "vector_columns",
+]
 
 CUBE_CORES = 24
+VECTOR_CORES = 48
 FP32_IN_AND_OUT_BYTES = 8
 COPY_BYTES = 320 * 1024
 """Size that one copy of a weight tile into L1 aims at: larger copies amortise the fixed 0.8 us per copy."""
+
+ROW_TILE_BYTES = 80 * 1024
+"""Most FP32 bytes in a vector tile of whole rows: two of them, and their narrowed forms, are alive at once."""
+DEQUANT_TILE_ELEMENTS = 16 * 512
+"""Most elements in a vector tile as wide as two matmul tiles: 32 KB of FP32, of which several are alive at once."""
 
 
 def choose_cube_tile(k: int, n: int, element_bytes: int, rows: int = FRACTAL, columns: int | None = None) -> CubeTile:
@@ -59,6 +74,20 @@ def choose_cube_tile(k: int, n: int, element_bytes: int, rows: int = FRACTAL, co
     tile = CubeTile(m, depth, left, right, columns)
     check_cube_tile(tile, element_bytes)
     return tile
+
+
+def row_tile(rows: int, width: int) -> int:
+    """Rows in a vector tile of whole rows: one, or as many as keep the tiles to one wave of cores and fit."""
+    tile = 1
+    while rows > tile * VECTOR_CORES and 2 * tile * width * 4 <= ROW_TILE_BYTES:
+        tile *= 2
+    return tile
+
+
+def dequant_rows(rows: int, tile: CubeTile) -> int:
+    """Rows in a vector tile as wide as two matmul tiles: a power of two, or all `rows` where they are few."""
+    fitting = max(1, DEQUANT_TILE_ELEMENTS // (2 * tile.n))
+    return min(rows, 1 << fitting.bit_length() - 1)
 
 
 def row_columns(width: int) -> int:

@@ -1,4 +1,4 @@
-"""Building blocks that PyPTO kernels inline: norm, quantization, linears, rotary embedding.
+"""Building blocks that PyPTO kernels inline: norm, quantization, linears of both weight forms, rotary embedding.
 
 Imported only where a program is built: importing pypto binds its log and output folders. Two habits of PyPTO matter
 here: `target[:] = value` consumes `value`, and a binary operation broadcasts one axis only.
@@ -6,6 +6,7 @@ here: `target[:] = value` consumes `value`, and a binary operation broadcasts on
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,19 +14,12 @@ import pypto
 import torch
 
 from kernels.programs.base import Program
-from kernels.tiles import CubeTile, row_columns
+from kernels.programs.layer_slabs import WeightForm
+from kernels.tiles import CubeTile, dequant_rows, row_columns, row_tile
 from quantize.numerics import ACTIVATION_AMAX_EPS, INT8_MAX
 
 RINT = pypto.CastMode.CAST_RINT
 """Round half to even: stated at every narrowing, since the default mode differs between backends."""
-
-
-VECTOR_ROWS = 16
-"""Most rows in a vector tile as wide as two matmul tiles: 16 x 512 FP32 values are 32 KB."""
-
-VECTOR_CORES = 48
-ROW_TILE_BYTES = 80 * 1024
-"""Most FP32 bytes in a vector tile of whole rows: two of them, and their narrowed forms, are alive at once."""
 
 _DTYPES = {
     torch.float32: pypto.DT_FP32,
@@ -33,6 +27,14 @@ _DTYPES = {
     torch.int32: pypto.DT_INT32,
     torch.int8: pypto.DT_INT8,
 }
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The left operand of linears: BF16 rows, or their INT8 codes with FP32 scales `[rows, 1]`."""
+
+    values: Any
+    scale: Any = None
 
 
 def parameter_types(program: Program) -> SimpleNamespace:
@@ -62,14 +64,6 @@ def whole(value: Any, valid_rows: Any = None) -> Any:
     """
     rows, width = value.shape
     return pypto.view(value, [rows, width], [0, 0], valid_shape=[rows if valid_rows is None else valid_rows, width])
-
-
-def row_tile(rows: int, width: int) -> int:
-    """Rows in a vector tile of whole rows: one, or as many as keep the tiles to one wave of cores and fit."""
-    tile = 1
-    while rows > tile * VECTOR_CORES and 2 * tile * width * 4 <= ROW_TILE_BYTES:
-        tile *= 2
-    return tile
 
 
 def reshape_rows(value: Any, shape: list[int], valid_rows: Any = None) -> Any:
@@ -115,15 +109,30 @@ def quantize_rows(x_bf16: Any, valid_rows: Any = None) -> tuple[Any, Any]:
     return pypto.cast(codes_fp16, pypto.DT_INT8), pypto.div(amax, float(INT8_MAX))
 
 
-def linear_w8a8(codes: Any, scale: Any, weight: Any, weight_scale: Any, tile: CubeTile, valid_rows: Any = None) -> Any:
-    """INT8 codes `[rows, k]` by INT8 weight `[k, n]`: FP32 `[rows, n]` = `(acc * weight_scale) * scale`."""
-    rows = codes.shape[0]
+def operand(x_bf16: Any, form: WeightForm, valid_rows: Any = None) -> Operand:
+    """BF16 `[rows, width]` as weights of `form` take it: quantized per row for INT8 ones."""
+    return Operand(*quantize_rows(x_bf16, valid_rows)) if form == "int8" else Operand(x_bf16)
+
+
+def linear(
+    left: Operand, weight: Any, weight_scale: Any, tile: CubeTile, valid_rows: Any = None, *, whole_rows: bool = False
+) -> Any:
+    """Rows `[rows, k]` by a weight `[k, n]` of the same form, FP32 `[rows, n]`.
+
+    INT8: `(acc * weight_scale) * scale`; BF16: summed in FP32, and `weight_scale` is not read. With `whole_rows` the
+    result is made in tiles of whole rows, for a norm or a rotation that follows; else in pairs of matmul tiles.
+    """
+    rows, columns = left.values.shape[0], weight.shape[1]
     pypto.set_cube_tile_shapes(*tile.shapes())
-    accumulator = pypto.matmul(codes, weight, pypto.DT_INT32)
-    if rows > VECTOR_ROWS:
+    int8 = left.scale is not None
+    accumulator = pypto.matmul(left.values, weight, pypto.DT_INT32 if int8 else pypto.DT_FP32)
+    vector_rows, vector_columns = row_tile(rows, columns), columns
+    if not whole_rows:
+        vector_rows, vector_columns = dequant_rows(rows, tile), 2 * tile.n
+    if whole_rows or vector_rows < rows:
         accumulator = whole(accumulator, valid_rows)
-    pypto.set_vec_tile_shapes(min(rows, VECTOR_ROWS), 2 * tile.n)
-    return pypto.mul(pypto.mul(to_fp32(accumulator), weight_scale), scale)
+    pypto.set_vec_tile_shapes(vector_rows, vector_columns)
+    return pypto.mul(pypto.mul(to_fp32(accumulator), weight_scale), left.scale) if int8 else accumulator
 
 
 def linear_bf16(x_bf16: Any, weight: Any, tile: CubeTile, *, transposed: bool = False) -> Any:

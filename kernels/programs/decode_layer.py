@@ -1,4 +1,4 @@
-"""`decode_layer`: one whole W8A8 decoder layer over a batch of single tokens, as a program with its golden.
+"""`decode_layer`: one whole decoder layer, W8A8 or BF16, over a batch of single tokens, as a program with its golden.
 
 In: the rows' BF16 hidden states, the layer's slabs, RoPE rows, cache slots, block table and context lengths. Out: the
 layer's hidden states, and the two caches with the rows' keys and values written. Batch mates are independent rows.
@@ -6,10 +6,8 @@ layer's hidden states, and the two caches with the rows' keys and values written
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +15,15 @@ from torch import Tensor
 from kernels.errors import ProgramError
 from kernels.goldens import PAGE_TOKENS, LayerShape, LayerWeights, TokenRows, attention_inputs, decoder_layer
 from kernels.programs.base import Argument, Program, ProgramSpec
-from kernels.programs.layer_slabs import PLACEHOLDER_COLUMNS, golden_weights, shape_problems, slab_arguments
-from kernels.tile_plan import check_decode_tiles
+from kernels.programs.layer_slabs import (
+    PLACEHOLDER_COLUMNS,
+    WeightForm,
+    golden_weights,
+    sample_slabs,
+    shape_problems,
+    slab_arguments,
+)
+from kernels.tile_plan import check_layer_tiles
 from quantize.model_config import ModelConfig
 from quantize.numerics import rope_tables
 from quantize.rope import RopeScaling
@@ -31,7 +36,8 @@ class DecodeLayerSpec(ProgramSpec):
     """Shape of one decode layer over `batch_rows` tokens; the kernel depends on neither `pages` nor `contexts`.
 
     `contexts` are the rows' context lengths in tokens, the new token included; `pages` the pages of the cache. Both
-    shape the sample inputs, where every row has pages of its own.
+    shape the sample inputs, where every row has pages of its own. BF16 `weights` stand for BF16 activations too, and
+    need a BF16 `down`.
     """
 
     hidden_size: int
@@ -43,11 +49,12 @@ class DecodeLayerSpec(ProgramSpec):
     rope_theta: float
     qk_norm: bool
     qkv_bias: bool
-    down: Literal["int8", "bf16"]
+    down: WeightForm
     batch_rows: int
     pages: int
     contexts: tuple[int, ...]
     rope_scaling: RopeScaling | None = None
+    weights: WeightForm = "int8"
 
     def __post_init__(self) -> None:
         problems = shape_problems(self)
@@ -62,9 +69,10 @@ class DecodeLayerSpec(ProgramSpec):
     def of(
         cls,
         config: ModelConfig,
-        down: Literal["int8", "bf16"],
+        down: WeightForm,
         contexts: tuple[int, ...],
         pages: int | None = None,
+        weights: WeightForm = "int8",
     ) -> DecodeLayerSpec:
         """The layer of `config` over one row per context length; `pages` of cache, by default one more than needed."""
         return cls(
@@ -82,6 +90,7 @@ class DecodeLayerSpec(ProgramSpec):
             batch_rows=len(contexts),
             pages=1 + sum(-(-tokens // PAGE_TOKENS) for tokens in contexts) if pages is None else pages,
             contexts=contexts,
+            weights=weights,
         )
 
     @property
@@ -129,36 +138,16 @@ class DecodeLayer(Program):
 
     def check_tiles(self) -> None:
         """The tiles around every matmul, with all rows in one window."""
-        check_decode_tiles(self.spec, self.spec.down, self.spec.batch_rows)
+        check_layer_tiles(self.spec, self.spec.batch_rows)
 
     def sample_inputs(self, seed: int) -> dict[str, Tensor]:
         """Random slabs, hidden rows and cache contents; pages in shuffled order, so that a wrong page shows."""
         s = self.spec
         generator = torch.Generator().manual_seed(seed)
-        tensors: dict[str, Tensor] = {}
-        for argument in self.arguments():
-            shape = [size if size is not None else 1 for size in argument.shape]
-            if argument.direction in ("out", "scratch"):
-                tensors[argument.name] = torch.zeros(shape, dtype=argument.dtype)
-            elif argument.dtype == torch.int8:
-                codes = torch.randint(-127, 128, shape, dtype=torch.int16, generator=generator)
-                tensors[argument.name] = codes.to(torch.int8)
-            elif argument.name.endswith("_scale"):
-                # Codes have an RMS of 73, so that this scale gives products of about the size of their input.
-                depth = s.intermediate_size if argument.name == "w_down_scale" else s.hidden_size
-                spread = 0.5 + torch.rand(shape, generator=generator)
-                tensors[argument.name] = spread / (73.0 * math.sqrt(depth))
-            elif argument.name in ("input_rms", "post_rms", "q_norm", "k_norm"):
-                tensors[argument.name] = 0.5 + torch.rand(shape, generator=generator)
-            else:
-                values = torch.randn(shape, generator=generator)
-                tensors[argument.name] = values.to(argument.dtype)
-        if s.down == "bf16":
-            w_down = torch.randn(s.intermediate_size, s.hidden_size, generator=generator)
-            tensors["w_down"] = (w_down / math.sqrt(s.intermediate_size)).to(torch.bfloat16)
-        for cache in ("k_cache", "v_cache"):
-            values = torch.randn(s.pages * PAGE_TOKENS, s.kv_size, generator=generator)
-            tensors[cache] = values.to(torch.bfloat16)
+        tensors = self.shape_inputs()
+        tensors.update(sample_slabs(s, generator))
+        for name in ("x", "k_cache", "v_cache"):
+            tensors[name] = torch.randn(tensors[name].shape, generator=generator).to(torch.bfloat16)
         tensors.update(self._sample_rows(torch.randperm(s.pages, generator=generator).tolist()))
         return tensors
 
@@ -187,8 +176,9 @@ class DecodeLayer(Program):
         return {"k_cache": k_cache, "v_cache": v_cache, "q_rows": spread_queries(query, s.num_kv_heads), "out": out}
 
     def tolerances(self) -> dict[str, str]:
-        """Caches and queries are exact; the attention's FP32 sums may run in another order."""
-        return {"out": "1 BF16 ulp"}
+        """The attention's FP32 sums may run in another order; so may those of BF16 weights, INT8 ones are exact."""
+        summed = ("out",) if self.spec.weights == "int8" else ("out", "k_cache", "v_cache", "q_rows")
+        return dict.fromkeys(summed, "1 BF16 ulp")
 
     def hbm_bytes(self, tensors: Mapping[str, Tensor]) -> int:
         """Every slab once, the hidden rows in and out, and each row's keys and values (read, and one row written)."""

@@ -15,17 +15,23 @@ import torch
 from torch import Tensor
 
 from kernels.errors import ProgramError
-from kernels.goldens import PAGE_TOKENS, LayerWeights, TokenRows, decode_step
+from kernels.goldens import PAGE_TOKENS, TokenRows, decoder_layers, next_tokens
 from kernels.programs.base import Argument, Program, ProgramSpec
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, row_arguments
-from kernels.programs.layer_slabs import PLACEHOLDER_COLUMNS
+from kernels.programs.layer_slabs import (
+    STACKED_SLABS,
+    WeightForm,
+    slab_arguments,
+    slabs_of_layer,
+    stacked_arguments,
+    stacked_rows,
+)
 from kernels.programs.lm_head import CHUNK_TOKENS, LmHeadGreedy, LmHeadSpec
 from quantize.model_config import ModelConfig
 from quantize.numerics import rope_tables
 
-__all__ = ["DecodeStep", "DecodeStepSpec", "stacked_slabs", "step_rows"]
+__all__ = ["DecodeStep", "DecodeStepSpec", "step_rows"]
 
-_STACKED = tuple(LayerWeights.__dataclass_fields__)
 _CACHES = ("k_cache", "v_cache")
 
 
@@ -64,19 +70,20 @@ class DecodeStepSpec(ProgramSpec):
     def of(
         cls,
         config: ModelConfig,
-        down: str,
+        down: WeightForm,
         contexts: tuple[int, ...],
         *,
         layers: int | None = None,
         steps: int = 1,
         pages: int | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
+        weights: WeightForm = "int8",
     ) -> DecodeStepSpec:
         """The steps of `config` over one row per context length, by default through all its layers."""
         if pages is None:
             pages = 1 + sum(-(-(tokens + steps - 1) // PAGE_TOKENS) for tokens in contexts)
         return cls(
-            layer=DecodeLayerSpec.of(config, "bf16" if down == "bf16" else "int8", contexts, pages),
+            layer=DecodeLayerSpec.of(config, down, contexts, pages, weights),
             head=LmHeadSpec.of(config, len(contexts), chunk_tokens, window_rows=len(contexts)),
             layers=config.num_layers if layers is None else layers,
             steps=steps,
@@ -103,11 +110,10 @@ class DecodeStep(Program):
         """Hidden rows, stacked slabs, head and embedding, row data, caches, scratch, outputs."""
         layer = {argument.name: argument for argument in self._layer.arguments()}
         head = {argument.name: argument for argument in self._head.arguments()}
-        stacked = [replace(layer[name], shape=(None, layer[name].shape[1])) for name in _STACKED]
         dim, int32 = self.spec.layer.head_dim, torch.int32
         return (
             replace(layer["x"], direction="inout"),
-            *stacked,
+            *stacked_arguments(self.spec.layer),
             head["final_norm"],
             replace(head["weight"], name="lm_head_weight"),
             Argument("embed_weight", torch.bfloat16, head["weight"].shape),
@@ -130,7 +136,7 @@ class DecodeStep(Program):
         each = [self._layer.sample_inputs(seed + index) for index in range(s.layers)]
         head = self._head.sample_inputs(seed)
         tensors = self._empty(s.layer.pages * PAGE_TOKENS * s.layers)
-        tensors |= {name: torch.cat([one[name] for one in each]) for name in (*_STACKED, *_CACHES)}
+        tensors |= {name: torch.cat([one[name] for one in each]) for name in (*STACKED_SLABS, *_CACHES)}
         tensors |= {"x": each[0]["x"], "final_norm": head["final_norm"], "lm_head_weight": head["weight"]}
         # A seed that no layer has: its first values would be those of `x`.
         generator = torch.Generator().manual_seed(seed + 1000)
@@ -152,33 +158,30 @@ class DecodeStep(Program):
         s = self.spec
         layers = tensors["input_rms"].shape[0]
         caches = {name: tensors[name].clone() for name in _CACHES}
-        weights = [self._layer.golden_weights(self._slabs_of(tensors, index, layers)) for index in range(layers)]
+        weights = [self._layer.golden_weights(slabs_of_layer(tensors, index, layers)) for index in range(layers)]
         head = (tensors["final_norm"][0], tensors["lm_head_weight"], tensors["embed_weight"], s.head.real_vocab)
+        shape, split = s.layer.layer_shape, (layers, -1, s.layer.kv_size)
         x, logits, ids = tensors["x"], [], []
         for step in range(tensors["context_tokens"].shape[0] // s.layer.batch_rows):
-            step_logits, step_ids, x = decode_step(
-                x,
-                weights,
-                s.layer.layer_shape,
-                self._golden_rows(tensors, step, layers),
-                caches["k_cache"].view(layers, -1, s.layer.kv_size),
-                caches["v_cache"].view(layers, -1, s.layer.kv_size),
-                *head,
-            )
+            rows = self._golden_rows(tensors, step, layers)
+            x = decoder_layers(x, weights, shape, rows, *(caches[name].view(split) for name in _CACHES))
+            step_logits, step_ids, x = next_tokens(x, *head, s.head.rms_norm_eps)
             logits.append(step_logits)
             ids.append(step_ids)
         sampled = torch.cat(ids).to(torch.int32).unsqueeze(1)
         return {"x": x, **caches, "logits": torch.cat(logits), "ids": sampled}
 
     def tolerances(self) -> dict[str, str]:
-        """Ids and the next rows are exact; logits are FP32 sums whose order is not fixed."""
-        return {"logits": "FP32 summation order"}
+        """Ids and the next rows are exact; FP32 sums have no fixed order: the logits', and those of BF16 weights."""
+        if self.spec.layer.weights == "int8":
+            return {"logits": "FP32 summation order"}
+        return {"logits": "1 BF16 ulp of an input", **dict.fromkeys(_CACHES, "1 BF16 ulp")}
 
     def hbm_bytes(self, tensors: Mapping[str, Tensor]) -> int:
         """Slabs and LM head once a step, each row's keys and values in every layer, the embedding rows read."""
         s = self.spec
         steps = tensors["context_tokens"].shape[0] // s.layer.batch_rows
-        slabs = sum(tensors[name].numel() * tensors[name].element_size() for name in _STACKED)
+        slabs = sum(tensors[name].numel() * tensors[name].element_size() for name in STACKED_SLABS)
         cached_tokens = int(tensors["context_tokens"].sum()) + steps * s.layer.batch_rows
         rows = 2 * s.layer.batch_rows * s.layer.hidden_size * 2
         caches = s.layers * 2 * cached_tokens * s.layer.kv_size * 2
@@ -188,11 +191,7 @@ class DecodeStep(Program):
         """Refuse stacks of different depth, and slots, pages and lengths outside a layer's cache."""
         batch = self.spec.layer.batch_rows
         layers, steps = tensors["input_rms"].shape[0], tensors["context_tokens"].shape[0] // batch
-        expected = {
-            argument.name: layers * (argument.shape[0] or 1)
-            for argument in self._layer.arguments()
-            if argument.name in _STACKED and argument.shape[1] != PLACEHOLDER_COLUMNS
-        }
+        expected = stacked_rows(self.spec.layer, layers)
         expected |= dict.fromkeys(("context_tokens", "cos", "sin", "logits", "ids"), steps * batch)
         expected |= {"slots": steps * layers * batch}
         problems = [
@@ -222,8 +221,7 @@ class DecodeStep(Program):
     def _empty(self, cache_slots: int) -> dict[str, Tensor]:
         """Zeros of the sample's shapes; row arguments are left to the caller."""
         s = self.spec
-        layer = {argument.name: argument for argument in self._layer.arguments()}
-        rows = {name: s.layers * (layer[name].shape[0] or 1) for name in _STACKED}
+        rows = {a.name: s.layers * (a.shape[0] or 1) for a in slab_arguments(s.layer)}
         rows |= dict.fromkeys(_CACHES, cache_slots)
         rows |= dict.fromkeys(("logits", "ids"), s.steps * s.layer.batch_rows)
         return {
@@ -243,14 +241,6 @@ class DecodeStep(Program):
         cos, sin = rope_tables(s.layer.head_dim, s.layer.rope_theta, longest, s.layer.rope_scaling)
         first = [tokens - 1 for tokens in s.layer.contexts]
         return step_rows(first, pages, cos, sin, s.layers, s.layer.pages * PAGE_TOKENS, s.steps)
-
-    def _slabs_of(self, tensors: Mapping[str, Tensor], index: int, layers: int) -> dict[str, Tensor]:
-        """The slabs of layer `index` as `decode_layer` takes them."""
-        parts = {}
-        for name in _STACKED:
-            rows = tensors[name].shape[0] // layers
-            parts[name] = tensors[name][index * rows : (index + 1) * rows]
-        return parts
 
     def _golden_rows(self, tensors: Mapping[str, Tensor], step: int, layers: int) -> TokenRows:
         batch = self.spec.layer.batch_rows
@@ -284,12 +274,6 @@ def step_rows(
     joined = {name: torch.cat([rows[name] for rows in each]) for name in ("cos", "sin", "context_tokens")}
     slots = _layer_slots(torch.stack([rows["slots"].flatten() for rows in each]), layers, layer_slots)
     return {**joined, "slots": slots.reshape(-1, 1).contiguous(), "block_table": each[0]["block_table"]}
-
-
-def stacked_slabs(slabs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's slabs, by their contract names, as the stacked arguments; absent ones become a placeholder row."""
-    absent = torch.zeros(1, PLACEHOLDER_COLUMNS)
-    return {name: slabs.get(name, slabs.get(f"{name}_weight", absent)) for name in _STACKED}
 
 
 def _layer_slots(slots: Tensor, layers: int, layer_slots: int) -> Tensor:

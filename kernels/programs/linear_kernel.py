@@ -19,7 +19,6 @@ def build(program: LinearW8A8, options: dict[str, Any]) -> Any:
     @pypto.frontend.jit(**options)
     def linear_w8a8(x: of.x, weight: of.weight, weight_scale: of.weight_scale, out: of.out):
         for _ in pypto.loop(1, name="LINEAR", idx_name="linear"):
-            codes, scale = blocks.quantize_rows(x)
-            out[:] = blocks.linear_w8a8(codes, scale, weight, weight_scale, spec.tile)
+            out[:] = blocks.linear(blocks.operand(x, "int8"), weight, weight_scale, spec.tile)
 
     return linear_w8a8

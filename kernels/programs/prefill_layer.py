@@ -1,9 +1,9 @@
-"""`prefill_layer`: one whole W8A8 decoder layer over packed chunks of prompts, as a program with its golden.
+"""`prefill_layer`: one whole decoder layer, W8A8 or BF16, over packed chunks of prompts, as a program with its golden.
 
 Several sequences stand behind one another, token-major; each brings any number of new tokens, after any number that are
-in the cache already (chunked prefill). In: the tokens' BF16 hidden states, the layer's slabs, RoPE rows and cache
-slots; per sequence the row it starts at, its context length after the chunk, and its pages. Out: the layer's hidden
-states, and the two caches with the tokens' keys and values written.
+in the cache already (chunked prefill). In: the tokens' BF16 hidden states, the layer's slabs and RoPE rows; per
+sequence the row it starts at, its context length after the chunk, and its pages. Out: the layer's hidden states, and
+the two caches with the tokens' keys and values written.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from torch import Tensor
 from kernels.errors import ProgramError
 from kernels.goldens import PAGE_TOKENS, LayerShape, TokenRows, decoder_layer
 from kernels.programs.base import Argument, Program, ProgramSpec
-from kernels.programs.layer_slabs import golden_weights, sample_slabs, shape_problems, slab_arguments
+from kernels.programs.layer_slabs import WeightForm, golden_weights, sample_slabs, shape_problems, slab_arguments
+from kernels.tile_plan import check_layer_tiles
 from quantize.model_config import ModelConfig
 from quantize.numerics import rope_tables
 from quantize.rope import RopeScaling
@@ -47,11 +47,12 @@ class PrefillLayerSpec(ProgramSpec):
     rope_theta: float
     qk_norm: bool
     qkv_bias: bool
-    down: Literal["int8", "bf16"]
+    down: WeightForm
     window_rows: int
     pages: int
     chunks: tuple[tuple[int, int], ...]
     rope_scaling: RopeScaling | None = None
+    weights: WeightForm = "int8"
 
     def __post_init__(self) -> None:
         problems = shape_problems(self)
@@ -68,9 +69,10 @@ class PrefillLayerSpec(ProgramSpec):
     def of(
         cls,
         config: ModelConfig,
-        down: Literal["int8", "bf16"],
+        down: WeightForm,
         chunks: tuple[tuple[int, int], ...],
         window_rows: int = PAGE_TOKENS,
+        weights: WeightForm = "int8",
     ) -> PrefillLayerSpec:
         """The layer of `config` over `chunks`, with one page more than they need."""
         return cls(
@@ -88,6 +90,7 @@ class PrefillLayerSpec(ProgramSpec):
             window_rows=window_rows,
             pages=1 + sum(_pages(before + new) for before, new in chunks),
             chunks=chunks,
+            weights=weights,
         )
 
     @property
@@ -110,6 +113,11 @@ class PrefillLayerSpec(ProgramSpec):
         """Token rows of the sample inputs."""
         return sum(new for _, new in self.chunks)
 
+    @property
+    def layer_shape(self) -> LayerShape:
+        """The shape as the golden takes it."""
+        return LayerShape(self.num_heads, self.num_kv_heads, self.head_dim, self.rms_norm_eps)
+
 
 class PrefillLayer(Program):
     """The prefill layer of one model; any number of sequences and tokens."""
@@ -127,7 +135,6 @@ class PrefillLayer(Program):
             *slab_arguments(s),
             Argument("cos", fp32, (None, s.head_dim)),
             Argument("sin", fp32, (None, s.head_dim)),
-            Argument("slots", int32, (None, 1)),
             Argument("row_starts", int32, (None,)),
             Argument("context_tokens", int32, (None,)),
             Argument("block_table", int32, (None, None)),
@@ -141,6 +148,10 @@ class PrefillLayer(Program):
             Argument("out", bf16, (None, s.hidden_size), "out"),
         )
 
+    def check_tiles(self) -> None:
+        """The tiles around every matmul, with a whole window of rows."""
+        check_layer_tiles(self.spec, self.spec.window_rows)
+
     def sample_inputs(self, seed: int) -> dict[str, Tensor]:
         """Random slabs, hidden rows and cache contents; pages in shuffled order, so that a wrong page shows."""
         s = self.spec
@@ -152,7 +163,7 @@ class PrefillLayer(Program):
         return {**tensors, **self._sample_rows(torch.randperm(s.pages, generator=generator).tolist())}
 
     def shape_inputs(self) -> dict[str, Tensor]:
-        """Zeros, but for the rows' slots and the sequences' lengths and pages."""
+        """Zeros, but for the sequences' lengths and pages."""
         s = self.spec
         rows = dict.fromkeys(("k_cache", "v_cache"), s.pages * PAGE_TOKENS)
         rows |= dict.fromkeys(("q_rows", "k_rows", "v_rows"), self.padded_rows(s.tokens))
@@ -174,25 +185,23 @@ class PrefillLayer(Program):
         return self.padded_rows(tokens) if name in ("q_rows", "k_rows", "v_rows") else tokens
 
     def units(self) -> int:
-        """Two bodies per window; one per 16 rows; one per page seen by each block of queries of each head."""
+        """Two bodies per window, one per block of rows, one per page that a block sees, for each head."""
         s = self.spec
-        seen = 0
-        for before, new in s.chunks:
-            seen += sum(range(before // PAGE_TOKENS + 1, _pages(before + new) + 1))
-        return 2 * self.padded_rows(s.tokens) // s.window_rows + -(s.tokens // -16) + seen * s.num_heads
+        seen = [page + 1 for before, new in s.chunks for page in range(before // PAGE_TOKENS, _pages(before + new))]
+        return 2 * self.padded_rows(s.tokens) // s.window_rows + len(seen) + sum(seen) * s.num_heads
 
     def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The golden layer on copies of the caches: the same function of the same tokens as in decode."""
         s = self.spec
-        weights, rows = golden_weights(s, tensors), self._golden_rows(tensors)
-        shape = LayerShape(s.num_heads, s.num_kv_heads, s.head_dim, s.rms_norm_eps)
+        weights, rows = golden_weights(s, tensors), self.golden_rows(tensors)
         k_cache, v_cache = tensors["k_cache"].clone(), tensors["v_cache"].clone()
-        out = decoder_layer(tensors["x"], weights, shape, rows, k_cache, v_cache)
+        out = decoder_layer(tensors["x"], weights, s.layer_shape, rows, k_cache, v_cache)
         return {"k_cache": k_cache, "v_cache": v_cache, "out": out}
 
     def tolerances(self) -> dict[str, str]:
-        """Caches are exact; the attention's FP32 sums may run in another order."""
-        return {"out": "1 BF16 ulp"}
+        """The attention's FP32 sums may run in another order; so may those of BF16 weights, INT8 ones are exact."""
+        summed = ("out",) if self.spec.weights == "int8" else ("out", "k_cache", "v_cache")
+        return dict.fromkeys(summed, "1 BF16 ulp")
 
     def hbm_bytes(self, tensors: Mapping[str, Tensor]) -> int:
         """The slabs once a window, the hidden rows in and out, keys and values written once and read once a block."""
@@ -208,7 +217,7 @@ class PrefillLayer(Program):
         return windows * slabs + rows + 2 * 2 * s.kv_size * (read + s.tokens)
 
     def check_values(self, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse rows, slots, pages and lengths that do not fit one another or the cache."""
+        """Refuse rows, pages and lengths that do not fit one another or the cache."""
         problems = self._row_problems(tensors)
         if not problems:
             problems = self._sequence_problems(tensors)
@@ -219,7 +228,7 @@ class PrefillLayer(Program):
 
     def _row_problems(self, tensors: Mapping[str, Tensor]) -> list[str]:
         tokens, sequences = tensors["x"].shape[0], tensors["context_tokens"].shape[0]
-        expected = dict.fromkeys(("cos", "sin", "slots", "context_rows", "out"), tokens)
+        expected = dict.fromkeys(("cos", "sin", "context_rows", "out"), tokens)
         expected |= dict.fromkeys(("q_rows", "k_rows", "v_rows"), self.padded_rows(tokens))
         expected |= {"row_starts": sequences + 1, "block_table": sequences}
         expected["v_cache"] = tensors["k_cache"].shape[0]
@@ -234,13 +243,11 @@ class PrefillLayer(Program):
 
     def _sequence_problems(self, tensors: Mapping[str, Tensor]) -> list[str]:
         pages = tensors["k_cache"].shape[0] // PAGE_TOKENS
-        starts, slots = tensors["row_starts"].tolist(), tensors["slots"].flatten().tolist()
-        table, tokens = tensors["block_table"], tensors["x"].shape[0]
+        starts, table, tokens = tensors["row_starts"].tolist(), tensors["block_table"], tensors["x"].shape[0]
         problems = []
+        written: list[int] = []
         if starts[0] != 0 or starts[-1] != tokens or any(b <= a for a, b in pairwise(starts)):
             return [f"row_starts {starts} must rise from 0 to {tokens}, at least one row a sequence"]
-        if len(set(slots)) != len(slots):
-            problems.append("slots are not distinct")
         for sequence, context in enumerate(tensors["context_tokens"].tolist()):
             first, last = starts[sequence], starts[sequence + 1]
             if not last - first <= context <= table.shape[1] * PAGE_TOKENS:
@@ -252,8 +259,10 @@ class PrefillLayer(Program):
             owned = table[sequence, : _pages(context)].tolist()
             if any(not 0 <= page < pages for page in owned):
                 problems.append(f"sequence {sequence}: pages {owned} are not all in the cache of {pages}")
-            elif slots[first:last] != _slots(owned, range(context - (last - first), context)):
-                problems.append(f"sequence {sequence}: slots are not where its last {last - first} tokens stand")
+            else:
+                written += _slots(owned, range(context - (last - first), context))
+        if len(set(written)) != len(written):
+            problems.append("two tokens would be written to one slot: sequences share a page, or one has a page twice")
         return problems
 
     def _sample_rows(self, order: list[int]) -> dict[str, Tensor]:
@@ -266,13 +275,19 @@ class PrefillLayer(Program):
         cos, sin = rope_tables(s.head_dim, s.rope_theta, longest, s.rope_scaling)
         return {**chunk_arguments(s.chunks, pages, cos, sin), "causal_bias": causal_bias()}
 
-    def _golden_rows(self, tensors: Mapping[str, Tensor]) -> TokenRows:
+    def golden_rows(self, tensors: Mapping[str, Tensor]) -> TokenRows:
+        """Where the tokens stand, as the golden takes it."""
         counts = tensors["row_starts"].diff()
         ends = tensors["context_tokens"].tolist()
         positions = [torch.arange(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True)]
+        slots = [
+            slot
+            for owned, at in zip(tensors["block_table"].tolist(), positions, strict=True)
+            for slot in _slots(owned, at.tolist())
+        ]
         return TokenRows(
             positions=torch.cat(positions),
-            slots=tensors["slots"].flatten().to(torch.int64),
+            slots=torch.tensor(slots),
             block_table=tensors["block_table"].to(torch.int64).repeat_interleave(counts, dim=0),
             cos=tensors["cos"],
             sin=tensors["sin"],
@@ -293,22 +308,16 @@ def chunk_arguments(
     for sequence, owned in enumerate(pages):
         table[sequence, : len(owned)] = torch.tensor(owned, dtype=torch.int32)
     positions = [at for before, new in chunks for at in range(before, before + new)]
-    slots = [
-        slot
-        for (before, new), owned in zip(chunks, pages, strict=True)
-        for slot in _slots(owned, range(before, before + new))
-    ]
     return {
         "cos": cos[positions].contiguous(),
         "sin": sin[positions].contiguous(),
-        "slots": torch.tensor(slots, dtype=torch.int32).unsqueeze(1),
         "row_starts": torch.tensor([0, *(new for _, new in chunks)]).cumsum(0).to(torch.int32),
         "context_tokens": torch.tensor([before + new for before, new in chunks], dtype=torch.int32),
         "block_table": table,
     }
 
 
-def _slots(pages: Sequence[int], positions: range) -> list[int]:
+def _slots(pages: Sequence[int], positions: Sequence[int]) -> list[int]:
     return [pages[at // PAGE_TOKENS] * PAGE_TOKENS + at % PAGE_TOKENS for at in positions]
 
 

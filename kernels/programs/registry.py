@@ -41,9 +41,9 @@ def _decode_step(spec: dict[str, Any]) -> DecodeStep:
     return DecodeStep(DecodeStepSpec(layer, head, **spec))
 
 
-def _prefill_layer(spec: dict[str, Any]) -> PrefillLayer:
+def _prefill_layer_spec(spec: Mapping[str, Any]) -> PrefillLayerSpec:
     chunks = tuple((before, new) for before, new in spec["chunks"])
-    return PrefillLayer(PrefillLayerSpec(**{**spec, "chunks": chunks, "rope_scaling": _rope_scaling(spec)}))
+    return PrefillLayerSpec(**{**spec, "chunks": chunks, "rope_scaling": _rope_scaling(spec)})
 
 
 def _paged_attention(spec: dict[str, Any]) -> PagedAttention:
@@ -57,7 +57,7 @@ def _rope_scaling(spec: Mapping[str, Any]) -> RopeScaling | None:
 
 _READERS: dict[str, Callable[[dict[str, Any]], Program]] = {
     DecodeLayer.name: lambda spec: DecodeLayer(_decode_layer_spec(spec)),
-    PrefillLayer.name: _prefill_layer,
+    PrefillLayer.name: lambda spec: PrefillLayer(_prefill_layer_spec(spec)),
     LmHeadGreedy.name: lambda spec: LmHeadGreedy(LmHeadSpec(**spec)),
     DecodeStep.name: _decode_step,
     PagedAttention.name: _paged_attention,

@@ -21,7 +21,8 @@ from kernels.contract import BATCH_WINDOW_ROWS
 from kernels.errors import KernelsError
 from kernels.interpreter import Call, interpret, run_program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, layer_arguments, row_arguments
-from kernels.programs.decode_step import DecodeStep, DecodeStepSpec, stacked_slabs, step_rows
+from kernels.programs.decode_step import DecodeStep, DecodeStepSpec, step_rows
+from kernels.programs.layer_slabs import stacked_slabs
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.slabs import Slabs
 from serving.errors import ExecutorError

@@ -9,6 +9,7 @@ import pytest
 from kernels.catalog import Check
 from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
+from kernels.programs.layer_slabs import WeightForm
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.verdict import ALL_PASSES
 
@@ -21,6 +22,7 @@ def layer_program(
     qk_norm: bool = True,
     qkv_bias: bool = False,
     down: str = "int8",
+    weights: WeightForm = "int8",
     contexts: tuple[int, ...] = (2, 130),
 ) -> DecodeLayer:
     """A decode layer of hidden size 64; the contexts end in different pages."""
@@ -38,6 +40,7 @@ def layer_program(
         batch_rows=len(contexts),
         pages=1 + sum(-(-tokens // 128) for tokens in contexts),
         contexts=contexts,
+        weights=weights,
     )
     return DecodeLayer(spec)
 

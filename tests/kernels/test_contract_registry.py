@@ -69,7 +69,7 @@ def test_our_stages_are_what_the_programs_take(family: str, down: str) -> None:
         EmbeddingGather(EmbeddingGatherSpec.of(config, 7)),
         PrefillLayer(PrefillLayerSpec.of(config, down, ((0, 7),))),  # type: ignore[arg-type]
         DecodeLayer(DecodeLayerSpec.of(config, down, (1,) * 7)),  # type: ignore[arg-type]
-        DecodeStep(DecodeStepSpec.of(config, down, (1,) * 7)),
+        DecodeStep(DecodeStepSpec.of(config, down, (1,) * 7)),  # type: ignore[arg-type]
         LmHeadGreedy(LmHeadSpec.of(config, batch_rows=7)),
         GreedySample(GreedySampleSpec.of(config, 7)),
         TopkSelect(TopkSelectSpec.of(config, 7)),

@@ -15,8 +15,10 @@ from kernels.calculator import default_cache_dir
 from kernels.catalog import builtin_config
 from kernels.check_cache import CheckCache
 from kernels.errors import ProgramError
+from kernels.guard import GuardedRun, run_guarded
 from kernels.programs.base import check_arguments, compare_outputs
-from kernels.programs.decode_step import DecodeStep, DecodeStepSpec, stacked_slabs, step_rows
+from kernels.programs.decode_step import DecodeStep, DecodeStepSpec, step_rows
+from kernels.programs.layer_slabs import WeightForm, stacked_slabs
 from kernels.programs.registry import program_from_json, program_to_json
 from kernels.toolchain import run_check
 from kernels.verdict import ALL_PASSES, TENSOR_GRAPH
@@ -25,7 +27,7 @@ from tests.kernels.programs_support import full_check
 LAYERS, STEPS, CONTEXTS = 2, 2, (1, 128)
 
 
-def step_program(layers: int = LAYERS, steps: int = STEPS) -> DecodeStep:
+def step_program(layers: int = LAYERS, steps: int = STEPS, weights: WeightForm = "int8") -> DecodeStep:
     """Two layers of hidden size 64; the second row's second step starts a page."""
     config = replace(
         builtin_config("qwen3-14b"),
@@ -36,7 +38,9 @@ def step_program(layers: int = LAYERS, steps: int = STEPS) -> DecodeStep:
         head_dim=32,
         vocab_size=300,
     )
-    return DecodeStep(DecodeStepSpec.of(config, "int8", CONTEXTS, layers=layers, steps=steps, chunk_tokens=128))
+    return DecodeStep(
+        DecodeStepSpec.of(config, weights, CONTEXTS, layers=layers, steps=steps, chunk_tokens=128, weights=weights)
+    )
 
 
 def test_two_steps_through_two_layers_agree_with_the_golden_through_all_passes(tmp_path: Path) -> None:
@@ -47,6 +51,27 @@ def test_two_steps_through_two_layers_agree_with_the_golden_through_all_passes(t
     assert result.passes == (TENSOR_GRAPH, *ALL_PASSES)
     assert set(result.outputs) == {"x", "k_cache", "v_cache", "logits", "ids"}
     assert result.rows >= len(result.outputs) + len(ALL_PASSES) * program.units()
+
+
+@pytest.fixture(scope="module")
+def ran_in_bf16() -> GuardedRun:
+    """BF16 weights and activations, interpreted."""
+    return run_guarded([step_program(weights="bf16")])[0]
+
+
+def test_steps_in_bf16_agree_with_the_golden(ran_in_bf16: GuardedRun) -> None:
+    assert all(comparison.ok for comparison in ran_in_bf16.compared())
+    assert ran_in_bf16.overrun == ()
+    assert ran_in_bf16.inputs["w_down"].dtype == ran_in_bf16.inputs["wq"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["wq", "wv", "wo", "w_gate", "w_down"])
+def test_a_transposed_bf16_weight_is_not_within_tolerance(name: str, ran_in_bf16: GuardedRun) -> None:
+    tensors = dict(ran_in_bf16.inputs)
+    tensors[name] = torch.cat([part.t().reshape(part.shape) for part in tensors[name].chunk(LAYERS)])
+    golden = ran_in_bf16.program.golden(tensors)
+    verdicts = {c.name: c.ok for c in compare_outputs(ran_in_bf16.program, ran_in_bf16.outputs, golden)}
+    assert not verdicts["logits"]
 
 
 def _swap_layers(name: str) -> Callable[[dict[str, Tensor]], None]:

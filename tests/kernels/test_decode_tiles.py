@@ -21,7 +21,8 @@ def without_tuned_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", BUILTIN_NAMES)
-def test_every_matmul_of_a_built_in_model_gets_a_tile_that_fits(name: str) -> None:
+@pytest.mark.parametrize("element_bytes", [1, 2])
+def test_every_matmul_of_a_built_in_model_gets_a_tile_that_fits(name: str, element_bytes: int) -> None:
     config = builtin_config(name)
     wave = one_wave_columns(config.q_size, config.kv_size, config.kv_size)
     for k, n, columns in (
@@ -30,8 +31,8 @@ def test_every_matmul_of_a_built_in_model_gets_a_tile_that_fits(name: str) -> No
         (config.hidden_size, config.intermediate_size, None),
         (config.intermediate_size, config.hidden_size, None),
     ):
-        tile = choose_stream_tile(k, n, columns)
-        check_cube_tile(tile, 1)
+        tile = choose_stream_tile(k, n, columns, element_bytes)
+        check_cube_tile(tile, element_bytes)
         assert columns is None or tile.n == columns
         assert tile.k_right <= k + tile.k_l0
         assert tile.k_left % tile.k_right == 0
@@ -67,7 +68,7 @@ def test_merged_tasks_are_one_wave() -> None:
 
 
 def test_columns_that_fit_no_memory_are_refused() -> None:
-    with pytest.raises(ProgramError, match="no INT8 tile of 4096 columns fits; use at most 256"):
+    with pytest.raises(ProgramError, match="no tile of 4096 columns of 1 bytes each fits; use at most 256"):
         choose_stream_tile(5120, 4096, 4096)
 
 

@@ -37,6 +37,7 @@ def checked(program: Program, folder: Path) -> CheckResult:
         pytest.param(layer_program(6, 2, 64, qk_norm=False), id="llama-like: head_dim 64, 3 per kv head"),
         pytest.param(layer_program(2, 2, 32, qk_norm=False, qkv_bias=True), id="qwen2-like: MHA, QKV bias"),
         pytest.param(layer_program(down="bf16", contexts=(257, 1)), id="BF16 down, three pages"),
+        pytest.param(layer_program(qkv_bias=True, down="bf16", weights="bf16"), id="BF16 weights and activations"),
         pytest.param(head_program(), id="LM head"),
     ],
 )
@@ -162,6 +163,7 @@ def test_every_mismatch_is_named_at_once() -> None:
         ({"hidden_size": 100}, "hidden_size 100 is not a multiple of 32"),
         ({"contexts": (1, 0)}, "one length >= 1"),
         ({"contexts": (1, 100000)}, "pages cannot hold"),
+        ({"weights": "bf16"}, "down is int8 beside BF16 weights; expected bf16"),
     ],
 )
 def test_a_layer_that_no_kernel_covers_is_refused(change: dict[str, object], reason: str) -> None:

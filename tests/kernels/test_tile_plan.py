@@ -14,6 +14,7 @@ from kernels.program_runner import build_kernel
 from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
+from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
 from kernels.runner_process import FOLDER_PREFIX
 from kernels.toolchain import run_check
 
@@ -22,6 +23,10 @@ QWEN3_14B = builtin_config("qwen3-14b")
 
 def layer(rows: int = 16, **sizes: int) -> DecodeLayer:
     return DecodeLayer(DecodeLayerSpec.of(dataclasses.replace(QWEN3_14B, **sizes), "int8", (1,) * rows))
+
+
+def prefill(**sizes: int) -> PrefillLayer:
+    return PrefillLayer(PrefillLayerSpec.of(dataclasses.replace(QWEN3_14B, **sizes), "int8", ((0, 1),)))
 
 
 def head(window_rows: int, hidden_size: int = 5120) -> LmHeadGreedy:
@@ -34,13 +39,22 @@ def head(window_rows: int, hidden_size: int = 5120) -> LmHeadGreedy:
 def test_every_built_in_model_has_tiles_that_fit(model: str, down: str) -> None:
     config = builtin_config(model)
     DecodeLayer(DecodeLayerSpec.of(config, down, (1,) * 16)).check_tiles()  # type: ignore[arg-type]
+    PrefillLayer(PrefillLayerSpec.of(config, down, ((0, 1),))).check_tiles()  # type: ignore[arg-type]
     LmHeadGreedy(LmHeadSpec.of(config, 1)).check_tiles()
+
+
+@pytest.mark.parametrize("model", BUILTIN_NAMES)
+def test_every_built_in_model_has_tiles_that_fit_in_bf16(model: str) -> None:
+    config = builtin_config(model)
+    DecodeLayer(DecodeLayerSpec.of(config, "bf16", (1,) * 16, weights="bf16")).check_tiles()
+    PrefillLayer(PrefillLayerSpec.of(config, "bf16", ((0, 1),), weights="bf16")).check_tiles()
 
 
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        (layer(rows=64), r"w_gate, w_up: vector tile \[64, 512\] does not fit: vector-ub: "),
+        (layer(num_heads=200), r"wq, wk, wv: vector tile \[1, 25600\] does not fit: vector-ub: "),
+        (prefill(hidden_size=24608), r"norm of hidden_size: vector tile \[1, 24608\] does not fit: vector-ub: "),
         (layer(hidden_size=24608), r"norm of hidden_size: vector tile \[1, 24608\] does not fit: vector-ub: "),
         (head(window_rows=128), r"lm_head_weight: vector tile \[128, 256\] does not fit: vector-ub: "),
         (head(window_rows=16, hidden_size=32768), "norm of hidden_size: .* vector-ub: "),

@@ -330,7 +330,11 @@ def test_the_catalog_lists_14b_at_its_own_widths_and_at_the_serving_shape() -> N
     assert "passes up to L1CopyInReuseMerge" in own.note
     assert [check.kind for check in step.checks] == ["small", "simulated"]
     assert "2 of 40 layers" in step.checks[1].note
-    assert [case.name for case in others] == ["prefill_layer", "greedy_sample", "topk_select", "embedding_gather"]
+    by_name = {case.name: case for case in others}
+    assert {"prefill_layer", "greedy_sample", "topk_select", "embedding_gather"} < set(by_name)
+    for name in ("decode_layer_bf16", "decode_step_bf16", "prefill_layer_bf16"):
+        spec = by_name[name].checks[0].program.spec.to_json()
+        assert spec.get("layer", spec)["weights"] == "bf16"
     assert {"decode_layer", "lm_head_greedy"} == set(SERVED_NAMES)
     described = head.describe()
     assert "of 151936 ids" in described["own width"]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.interpreter import run_program
-from kernels.programs.decode_step import DecodeStep, DecodeStepSpec, stacked_slabs, step_rows
+from kernels.programs.decode_step import DecodeStep, DecodeStepSpec, step_rows
+from kernels.programs.layer_slabs import stacked_slabs
 from kernels.slabs import Slabs, load_slabs
 from kernels.staging import stage_checkpoint
 from quantize.recipe import Recipe
