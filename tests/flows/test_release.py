@@ -49,6 +49,7 @@ def test_a_release_ends_with_a_champion_and_its_evidence(released: tuple[Path, d
         "kl.png",
         "layer_error.png",
         "perplexity.png",
+        "programs",
         "programs.json",
         "quality.json",
         "report.html",
@@ -68,6 +69,8 @@ def test_mlflow_joins_source_bundle_and_flow_run(released: tuple[Path, dict[str,
     run = client.get_run(answer["mlflow_run_id"])
     assert run.data.tags["bundle_digest"] == answer["digest"]
     assert run.data.tags["prefect_run_id"] == answer["prefect_run_id"]
+    trace = run.data.tags["timeline.decode_layer"]
+    assert trace in {item.path for item in client.list_artifacts(run.info.run_id, "reports/programs/decode_layer")}
     assert run.data.metrics["tpot_ms"] == pytest.approx(answer["tpot_ms"])
     assert len(client.get_metric_history(answer["mlflow_run_id"], "tpot_ms_per_request")) == 5
     assert client.get_model_version_by_alias("tiny", "champion").tags["digest"] == answer["digest"]
