@@ -1,6 +1,6 @@
 """Where a decode layer's time goes on PyPTO's cost model (Ascend 910B2): its five stages, from the simulated timeline.
 
-    python benchmarks/decode_layer_stages.py [--model qwen3-14b] [--rows 16] [--context 256] [--json]
+    python benchmarks/decode_layer_stages.py [--model qwen3-14b] [--rows 16] [--context 256] [--weights int8] [--json]
 
 A stage lasts from the end of the one before it to the end of its own last task, so that waiting counts. The MLP is
 taken from the first task that makes its norm (the last ones of the stage before, which also finish the output
@@ -18,6 +18,7 @@ from typing import Any
 from kernels.calculator import build_calculator
 from kernels.catalog import BUILTIN_NAMES, builtin_config
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
+from kernels.programs.layer_slabs import WeightForm
 from kernels.programs.registry import program_to_json
 from kernels.runner_process import run_request, runner_folder
 from kernels.verdict import CYCLES_PER_US, read_simulated_us
@@ -79,10 +80,13 @@ def main() -> None:
     parser.add_argument("--model", choices=BUILTIN_NAMES, default="qwen3-14b")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--context", type=int, default=256, help="tokens of context of every row")
+    parser.add_argument("--weights", choices=("int8", "bf16"), default="int8", help="form of all weights")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     contexts = (arguments.context,) * arguments.rows
-    found = simulate(DecodeLayer(DecodeLayerSpec.of(builtin_config(arguments.model), "int8", contexts)))
+    form: WeightForm = arguments.weights
+    spec = DecodeLayerSpec.of(builtin_config(arguments.model), form, contexts, weights=form)
+    found = simulate(DecodeLayer(spec))
     if arguments.json:
         print(json.dumps(found, indent=1))
         return

@@ -130,6 +130,11 @@ class DecodeStep(Program):
             Argument("ids", int32, (None, 1), "out"),
         )
 
+    def check_tiles(self) -> None:
+        """Those of the layer and of the LM head."""
+        self._layer.check_tiles()
+        self._head.check_tiles()
+
     def sample_inputs(self, seed: int) -> dict[str, Tensor]:
         """Random slabs of every layer, a random embedding and head, caches and pages as in `decode_layer`."""
         s = self.spec

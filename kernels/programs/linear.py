@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.errors import ProgramError
 from kernels.programs.base import Argument, Program, ProgramSpec
 from kernels.tile_rules import CubeTile, check_cube_tile, check_dequant_tile, check_vector_tile
-from kernels.tiles import FP32_IN_AND_OUT_BYTES, row_columns
+from kernels.tiles import FP32_IN_AND_OUT_BYTES, dequant_rows, row_columns
 from quantize.numerics import linear_w8a8, quantize_activation, to_bf16
 
 __all__ = ["LinearW8A8", "LinearW8A8Spec"]
@@ -75,7 +75,7 @@ class LinearW8A8(Program):
         check_cube_tile(s.tile, 1)
         check_vector_tile(1, row_columns(s.k), FP32_IN_AND_OUT_BYTES)
         check_dequant_tile(2 * s.tile.n, s.tile, s.n)
-        check_vector_tile(s.rows, 2 * s.tile.n, FP32_IN_AND_OUT_BYTES)
+        check_vector_tile(dequant_rows(s.rows, s.tile), 2 * s.tile.n, FP32_IN_AND_OUT_BYTES)
 
     def sample_inputs(self, seed: int) -> dict[str, Tensor]:
         """Random rows, codes and scales."""
