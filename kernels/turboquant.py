@@ -41,6 +41,8 @@ def lloyd_max(bits: int) -> tuple[Tensor, Tensor]:
         boundaries = (centroids[1:] + centroids[:-1]) / 2
         mass, moment = _cells(boundaries)
         centroids = moment / mass
+    # Symmetric to the last bit, as the distribution is.
+    centroids = (centroids - centroids.flip(0)) / 2
     return centroids, (centroids[1:] + centroids[:-1]) / 2
 
 

@@ -15,6 +15,7 @@ from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.programs.paged_attention import PagedAttention, PagedAttentionSpec
 from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
 from kernels.programs.sampling import GreedySample, GreedySampleSpec, TopkSelect, TopkSelectSpec
+from kernels.programs.turboquant_attention import TurboQuantAttention, TurboQuantAttentionSpec
 from kernels.programs.turboquant_encode import TurboQuantEncode, TurboQuantEncodeSpec
 from quantize.rope import RopeScaling
 
@@ -50,6 +51,10 @@ def _paged_attention(spec: dict[str, Any]) -> PagedAttention:
     return PagedAttention(PagedAttentionSpec(**{**spec, "contexts": tuple(spec["contexts"])}))
 
 
+def _turboquant_attention(spec: dict[str, Any]) -> TurboQuantAttention:
+    return TurboQuantAttention(TurboQuantAttentionSpec(**{**spec, "contexts": tuple(spec["contexts"])}))
+
+
 def _rope_scaling(spec: Mapping[str, Any]) -> RopeScaling | None:
     scaling = spec.get("rope_scaling")
     return None if scaling is None else RopeScaling(**scaling)
@@ -64,6 +69,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], Program]] = {
     GreedySample.name: lambda spec: GreedySample(GreedySampleSpec(**spec)),
     TopkSelect.name: lambda spec: TopkSelect(TopkSelectSpec(**spec)),
     LinearW8A8.name: lambda spec: LinearW8A8(LinearW8A8Spec(**spec)),
+    TurboQuantAttention.name: _turboquant_attention,
     TurboQuantEncode.name: lambda spec: TurboQuantEncode(TurboQuantEncodeSpec(**spec)),
     EmbeddingGather.name: lambda spec: EmbeddingGather(EmbeddingGatherSpec(**spec)),
 }
