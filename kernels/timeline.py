@@ -12,7 +12,8 @@ import csv
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -111,25 +112,44 @@ class Timeline:
 
 
 def read_timeline(output: Path) -> Timeline | None:
-    """The timeline of the run whose files are under `output`; None when the simulator left none."""
+    """The timeline of the run whose files are under `output`; None when the simulator left none.
+
+    Raises ToolchainError for files of another form.
+    """
     for path in sorted(output.glob(f"*/{_FOLDER}/{_CORES_FILE}")):
-        stage_of = _stages_by_task(path.parent.parent)
-        tasks = [
-            (kind, number, stage_of.get((seq, task), f"STAGE {seq}"), seq, start, end)
-            for kind, number, seq, task, start, end in _tasks(path)
-        ]
+        with _understood(path):
+            stage_of = _stages_by_task(path.parent.parent)
+            tasks = [
+                (kind, number, stage_of.get((seq, task), f"STAGE {seq}"), seq, start, end)
+                for kind, number, seq, task, start, end in _tasks(path)
+            ]
         if tasks:
             return _timeline(tasks)
     return None
 
 
 def simulated_cycles(output: Path) -> int | None:
-    """Cycles from the start of the first task to the end of the last; None when the simulator left no tasks."""
+    """Cycles from the start of the first task to the end of the last; None when the simulator left no tasks.
+
+    Raises ToolchainError for files of another form.
+    """
     for path in sorted(output.glob(f"*/{_FOLDER}/{_CORES_FILE}")):
-        spans = [(start, end) for *_, start, end in _tasks(path)]
+        with _understood(path):
+            spans = [(start, end) for *_, start, end in _tasks(path)]
         if spans:
             return max(end for _, end in spans) - min(start for start, _ in spans)
     return None
+
+
+@contextmanager
+def _understood(path: Path) -> Iterator[None]:
+    """Name the run whose files are not what PyPTO 0.2.0 writes."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:
+        raise ToolchainError(
+            f"the simulator's files in {path.parent} are not of the form that is known here: {error!r}"
+        ) from error
 
 
 def _tasks(path: Path) -> Iterable[tuple[str, int, int, int, int, int]]:

@@ -222,10 +222,10 @@ def _run(
             hbm_bytes=program.hbm_bytes(program.shape_inputs()),
             peak_rss_bytes=finished.result["peak_rss_bytes"],
         )
+        if check.passes is None:
+            return replace(result, ok=True, artifacts=_artifacts(folder, finished.output))
     except ProgramError as error:
         return replace(result, error=str(error))
-    if check.passes is None:
-        return replace(result, ok=True, artifacts=_artifacts(folder, finished.output))
     return _judge(check, result, finished)
 
 

@@ -118,21 +118,18 @@ def _run(
     from kernels.program_report import write_program_reports
     from kernels.toolchain import Selection, validate_all
 
-    if out is not None:
-        refuse_existing(out)
     chosen = tuple(names) if names else None
     selections = [Selection(model_config(model), down, chosen, tuple(kinds)) for model, down in models]
     known = [case.name for case in programs_for(selections[0].config, selections[0].down)]
     if unknown := sorted(set(chosen or ()) - set(known)):
         raise UsageError(f"--program {', '.join(unknown)}: not known; the programs are {', '.join(known)}")
+    if out is not None:
+        _make(out)
     with no_orphans(), console.ReleaseConsole().step("simulate" if kinds == ("simulated",) else "verify") as line:
         found = validate_all(selections, workers=workers, progress=line.note)
         ready = sum(report.status == "READY" for reports in found for report in reports)
         line.outcome = f"{ready} of {sum(map(len, found))} READY"
     titles = [Path(model).name + ("" if down == "int8" else "-down-bf16") for model, down in models]
-    if out is not None:
-        for title, reports in zip(titles, found, strict=True):
-            write_program_reports(out if len(models) == 1 else out / title, title, reports)
     answers: list[dict[str, Any]] = [
         {"model": model, "down": down, "programs": [report.to_json() for report in reports]}
         for (model, down), reports in zip(models, found, strict=True)
@@ -141,6 +138,9 @@ def _run(
         emit_json(answers[0] if len(answers) == 1 else {"models": answers})
     else:
         emit_table(*_suite_table(titles, answers) if len(answers) > 1 else programs_table(answers[0]["programs"]))
+    if out is not None:
+        for title, reports in zip(titles, found, strict=True):
+            write_program_reports(out if len(models) == 1 else out / title, title, reports)
     failed = [
         f"{title}, {report.name}: {report.error}"
         for title, reports in zip(titles, found, strict=True)
@@ -149,6 +149,17 @@ def _run(
     ]
     if failed:
         raise FailedError("; ".join(failed))
+
+
+def _make(out: Path) -> None:
+    """Make the folder of reports before the work, so that a place that cannot be written is known at once."""
+    refuse_existing(out)
+    try:
+        out.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(
+            f"--out {out}: cannot be made ({error.strerror}); choose a folder that can be written"
+        ) from None
 
 
 def programs_table(reports: list[dict[str, Any]]) -> tuple[str, list[str], list[list[object]]]:

@@ -90,6 +90,9 @@ def test_small_shapes_of_all_families_are_one_table_and_write_reports(tmp_path: 
     assert (out / "smollm2-135m" / "embedding_gather" / "report.md").is_file()
     _, stderr = run_cli("programs", "verify", "--small", "--out", str(out), code=2)
     assert "exists; expected a path to create" in stderr
+    report = out / "smollm2-135m" / "embedding_gather" / "report.md"
+    _, stderr = run_cli("programs", "verify", "--small", "--out", str(report / "below"), code=2)
+    assert "cannot be made (Not a directory)" in stderr
     _, stderr = run_cli("programs", "verify", "--small", "--program", "attention", code=2)
     assert "not known; the programs are decode_layer" in stderr
     _, stderr = run_cli("programs", "simulate", "--workers", "0", code=2)

@@ -96,3 +96,12 @@ def test_stages_without_names_are_numbered_and_no_tasks_are_no_timeline(tmp_path
     (output / "output_1" / "CostModelSimulationOutput" / "_simulate.swim.json").write_text("[]")
     assert read_timeline(output) is None
     assert simulated_cycles(output) is None
+
+
+def test_files_of_another_form_are_refused_by_folder(tmp_path: Path) -> None:
+    output = simulator_files(tmp_path)
+    (output / "output_1" / "CostModelSimulationOutput" / "_simulate.swim.json").write_text('[{"core": 1}]')
+    with pytest.raises(ToolchainError, match="not of the form that is known here: KeyError"):
+        read_timeline(output)
+    with pytest.raises(ToolchainError, match="CostModelSimulationOutput"):
+        read_simulated_us("", output)
