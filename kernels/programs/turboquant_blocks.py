@@ -1,8 +1,8 @@
 """TurboQuant's building blocks, inlined by its kernels: encoding rows, and reading a page's codes.
 
-Bytes are taken apart and put together in FP32: PyPTO's interpreter reads UINT8 as signed, so that a cache is INT8 with
-128 taken off, and the shifts and masks of the device work on 16-bit integers, to which there is no conversion from
-bytes. All values are whole numbers below 256 and exact.
+Bytes are taken apart and put together in FP32: they are reached through FP16 as in quantization, and shifts and masks,
+which work on integers, would be a detour. A cache is INT8 with 128 taken off, as PyPTO's interpreter reads UINT8 as
+signed. All values are whole numbers below 256 and exact.
 """
 
 from __future__ import annotations
