@@ -98,6 +98,10 @@ def _prologue(spec: DecodeLayerSpec, at: LayerAt, tensors: Any, slabs: stages.Sl
     batch, dim = spec.batch_rows, spec.head_dim
     cos = pypto.view(tensors.cos, [batch, dim], [at.first_row, 0])
     sin = pypto.view(tensors.sin, [batch, dim], [at.first_row, 0])
+    if not isinstance(at.first_row, int):
+        # A view at a symbolic row that is reshaped is copied in pieces, every half of every row in a task of its own.
+        pypto.set_vec_tile_shapes(batch, dim)
+        cos, sin = pypto.mul(cos, 1.0), pypto.mul(sin, 1.0)
     q, k, v = stages.project(spec, slabs, x, cos, sin)
     spread_queries(q, spec.num_kv_heads, tensors.q_rows)
     pypto.set_vec_tile_shapes(1, spec.kv_size)
