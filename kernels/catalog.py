@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from kernels.builtin_models import BUILTIN_NAMES, builtin_config
 from kernels.contract import BATCH_WINDOW_ROWS, DownDtype, check_limits
+from kernels.kv_format import KvFormat
 from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
 from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
@@ -23,6 +24,8 @@ from kernels.programs.layer_slabs import WeightForm
 from kernels.programs.lm_head import CHUNK_TOKENS, LmHeadGreedy, LmHeadSpec
 from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
 from kernels.programs.sampling import GreedySample, GreedySampleSpec, TopkSelect, TopkSelectSpec
+from kernels.programs.turboquant_attention import TurboQuantAttention, TurboQuantAttentionSpec
+from kernels.programs.turboquant_encode import TurboQuantEncode, TurboQuantEncodeSpec
 from kernels.verdict import ALL_PASSES, EARLY_PASSES
 from quantize.model_config import ModelConfig
 
@@ -49,6 +52,8 @@ FULL_VERIFY_WEIGHT_BYTES = 24 << 20
 """Largest weights verified through all passes: the late ones write about 24 copies of them to disk."""
 SIMULATED_STEP_LAYERS = 2
 """Layers in the simulated step: its code does not depend on their number, its memory does."""
+SMALL_KV_FORMAT, SERVED_KV_FORMAT = KvFormat(3, sketch=True), KvFormat(4, sketch=False)
+"""TurboQuant at the small shape, where a key has a sketch too, and at the others."""
 VERIFIED_HEAD_BYTES = 512 << 20
 """Bound on chunks x LM head bytes at verification: the interpreter holds the whole weight once per chunk."""
 
@@ -95,6 +100,8 @@ def programs_for(config: ModelConfig, down: DownDtype = "int8") -> list[ProgramC
         ProgramCase(GreedySample.name, _sampling_checks(config, lambda *of: GreedySample(GreedySampleSpec.of(*of)))),
         ProgramCase(TopkSelect.name, _sampling_checks(config, lambda *of: TopkSelect(TopkSelectSpec.of(*of)))),
         ProgramCase(EmbeddingGather.name, _embedding_checks(config)),
+        ProgramCase(TurboQuantEncode.name, _turboquant_encode_checks(config)),
+        ProgramCase(TurboQuantAttention.name, _turboquant_attention_checks(config)),
     ]
 
 
@@ -196,6 +203,28 @@ def _embedding_checks(config: ModelConfig) -> tuple[Check, ...]:
             "; ".join([*notes, _early_note(config)]),
         ),
         Check("simulated", EmbeddingGather(EmbeddingGatherSpec.of(own, BATCH_WINDOW_ROWS)), None, "; ".join(notes)),
+    )
+
+
+def _turboquant_encode_checks(config: ModelConfig) -> tuple[Check, ...]:
+    small = TurboQuantEncodeSpec.of(_small_config(config), SMALL_KV_FORMAT, 17)
+    own = TurboQuantEncodeSpec.of(config, SERVED_KV_FORMAT, 2)
+    served = TurboQuantEncodeSpec.of(config, SERVED_KV_FORMAT, BATCH_WINDOW_ROWS)
+    return (
+        Check("small", TurboQuantEncode(small), ALL_PASSES),
+        Check("own width", TurboQuantEncode(own), ALL_PASSES),
+        Check("simulated", TurboQuantEncode(served), None),
+    )
+
+
+def _turboquant_attention_checks(config: ModelConfig) -> tuple[Check, ...]:
+    small = TurboQuantAttentionSpec.over(_small_config(config), SMALL_KV_FORMAT, (1, 130))
+    own = TurboQuantAttentionSpec.over(config, SERVED_KV_FORMAT, (130, 5))
+    contexts = (SIMULATED_CONTEXT_TOKENS,) * BATCH_WINDOW_ROWS
+    return (
+        Check("small", TurboQuantAttention(small), ALL_PASSES),
+        Check("own width", TurboQuantAttention(own), ALL_PASSES),
+        Check("simulated", TurboQuantAttention(TurboQuantAttentionSpec.over(config, SERVED_KV_FORMAT, contexts)), None),
     )
 
 

@@ -141,6 +141,7 @@ def test_programs_list_names_shapes() -> None:
     names = [program["name"] for program in programs]
     assert names[:3] == ["decode_layer", "lm_head_greedy", "decode_step"]
     assert {"prefill_layer", "greedy_sample", "topk_select", "embedding_gather"} < set(names)
+    assert {"turboquant_encode", "turboquant_attention"} < set(names)
     assert {f"{name}_bf16" for name in ("decode_layer", "decode_step", "prefill_layer")} < set(names)
 
 
