@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantize.calibrated.compensation import Judges, compensated, is_judge
+from quantize.calibrated.compensation import Judges, compensated, judging_windows
 from quantize.calibrated.decoder import SITES, fake_quantize, run_layer
 from quantize.calibrated.gptq import InputMoments, factor_hessian
 from quantize.calibrated.token_weights import site_weights
@@ -79,10 +79,10 @@ def main() -> None:
         print(f"| Linear of layer {options.layer} | share | error with all of the change | with the share |")
         print("|---|---|---|---|")
         for site, names in SITES.items():
-            rounded = fake_quantize(inputs[site])
+            rounded, judging = fake_quantize(inputs[site]), judging_windows(*learnt.shape)
             moments, judges = InputMoments(inputs[site].shape[-1]), Judges([])
             for window in range(len(learnt)):
-                taker = judges if is_judge(window) else moments
+                taker = judges if judging[window] else moments
                 taker.add(inputs[site][window], rounded[window], weights[site][window])
             factor = factor_hessian(moments, Gptq().damping, Gptq().act_order, site)
             exact, read = inputs[site][len(learnt) :].flatten(0, 1), rounded[len(learnt) :].flatten(0, 1)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quantize.checkpoint import CheckpointReader
-from quantize.recipe import parse_recipe
+from quantize.recipe_file import parse_recipe
 from quantize.rtn import quantize_checkpoint
 
 RECIPES: dict[str, dict[str, Any]] = {"compat": {"arithmetic": "compat"}, "default": {}, "clip": {"clip": "mse"}}

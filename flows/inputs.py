@@ -9,7 +9,8 @@ from typing import Any
 from flows.settings import check_environment, check_name
 from quantize.checkpoint import CONFIG_NAME
 from quantize.errors import CheckpointError
-from quantize.recipe import Recipe, load_recipe, parse_recipe
+from quantize.recipe import Recipe
+from quantize.recipe_file import load_recipe, parse_recipe
 from tasks.platforms import Platform, check_platform
 
 

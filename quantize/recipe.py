@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from quantize.architecture import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix, linear_modules
 from quantize.errors import RecipeError
@@ -22,8 +19,6 @@ from quantize.quantization_config import matches
 DOWN_PATTERN = r"re:model\.layers\.\d+\.mlp\.down_proj$"
 RECIPE_NAME = "recipe.yaml"
 """The file in a W8A8 checkpoint that says how it was made."""
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml, where it is there, bounds the nesting by itself and is a hundred times faster on hostile text."""
 
 
 def _check_patterns(entries: tuple[str, ...]) -> tuple[str, ...]:
@@ -201,6 +196,11 @@ class Recipe(BaseModel):
         return self.algorithm != "rtn"
 
     @property
+    def compensates(self) -> bool:
+        """Whether GPTQ is to make up for rounded inputs."""
+        return "gptq" in self.algorithm and self.gptq.compensate
+
+    @property
     def idle_settings(self) -> list[str]:
         """Settings that are not their defaults and that the algorithm does not read, as `section.key`.
 
@@ -273,78 +273,3 @@ def ignored_modules(entries: Iterable[str], config: ModelConfig, schemes: Sequen
 def recipe_ignored_modules(recipe: Recipe, config: ModelConfig) -> list[str]:
     """The Linear modules that `recipe` leaves in the source's dtype, in model order; see `ignored_modules`."""
     return ignored_modules(recipe.effective_ignore, config, recipe.schemes)
-
-
-def _explain(error: ValidationError) -> list[str]:
-    """Every bad key in our own words, unknown ones with the keys that exist there."""
-    lines = []
-    for item in error.errors():
-        path = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            known = _known_keys(item["loc"][:-1])
-            near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-            lines.append(
-                f"{path}: unknown key; " + (f"did you mean {near[0]!r}?" if near else f"keys are {', '.join(known)}")
-            )
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            message = "expected a section of keys and values" if item["type"] == "model_type" else message
-            found = "" if item["type"] in ("value_error", "missing") else f" (found {reprlib.repr(item['input'])[:80]})"
-            lines.append(f"{path}: {message}{found}" if path else message + found)
-    return lines
-
-
-def _known_keys(path: Sequence[int | str]) -> list[str]:
-    """Keys of the section that `path` leads to."""
-    model: type[BaseModel] = Recipe
-    for part in path:
-        if isinstance(part, str):
-            model = _SECTIONS[part]
-    return list(model.model_fields)
-
-
-_SECTIONS: dict[str, type[BaseModel]] = {
-    "gates": Gates,
-    "schemes": ModuleScheme,
-    "smoothing": Smoothing,
-    "gptq": Gptq,
-    "search": Search,
-    "calibration": Calibration,
-}
-
-
-def parse_recipe(content: Mapping[str, Any] | None, origin: str) -> Recipe:
-    """Build a recipe from parsed keys and values; None or nothing gives the defaults.
-
-    Raises RecipeError that names `origin` (a file, or where else the content is from) and every bad key.
-    """
-    if content is not None and not isinstance(content, Mapping):
-        raise RecipeError(f"{origin}: found a {type(content).__name__}, expected keys and values")
-    try:
-        return Recipe.model_validate(dict(content or {}))
-    except ValidationError as error:
-        raise RecipeError("\n  - ".join([f"{origin}: not a valid recipe", *_explain(error)])) from None
-
-
-def parse_yaml(text: str, origin: str) -> Any:
-    """The values of a YAML text (or JSON); raises RecipeError naming `origin` for what is none, or nests too deep."""
-    try:
-        return yaml.load(text, Loader=YAML_LOADER)
-    except yaml.YAMLError as error:
-        found = str(error).replace('"<unicode string>"', "it")
-        raise RecipeError(f"{origin}: not valid YAML: {found}") from None
-    except RecursionError:
-        raise RecipeError(f"{origin}: not valid YAML: nested too deep") from None
-
-
-def load_recipe(path: Path | None) -> Recipe:
-    """Read a recipe file (YAML, so JSON too); None gives the defaults. Raises RecipeError naming file and keys."""
-    if path is None:
-        return Recipe()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: not valid YAML: {error}") from None
-    return parse_recipe(parse_yaml(text, str(path)), str(path))

@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -208,6 +208,27 @@ class _Worker:
             yield stream, view
             self._report(view.nbytes)
         stream.finish()
+
+
+def check_finite(infos: Iterable[TensorInfo], kernel: RowKernel) -> None:
+    """Read tensors block by block; raises NonFiniteWeightError for the first NaN or infinity in their order.
+
+    For algorithms that reach a weight long after they began.
+    """
+    buffer = Buffer(kernel.block_bytes)
+    for info in infos:
+        job, item_bytes = TensorJob(info, quantized=False), DTYPES[info.dtype]
+        step = kernel.block_bytes // item_bytes * item_bytes
+        descriptor = os.open(info.file, os.O_RDONLY)
+        try:
+            for start in range(0, info.nbytes, step):
+                view = buffer.view[: min(step, info.nbytes - start)]
+                read_block(descriptor, view, info.offset + start, info.file)
+                bad = kernel.first_non_finite(buffer, view.nbytes // item_bytes, info.dtype)
+                if bad is not None:
+                    raise _non_finite(job, start // item_bytes + bad, buffer, bad)
+        finally:
+            os.close(descriptor)
 
 
 def _non_finite(job: TensorJob, element: int, buffer: Buffer, place: int) -> NonFiniteWeightError:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from quantize.architecture import IGNORED_TENSOR, LM_HEAD, linear_modules
 from quantize.checkpoint import CheckpointScan, scan_checkpoint
 from quantize.errors import CheckpointError, RecipeError, printable
@@ -21,9 +19,9 @@ from quantize.gguf_source import check_gguf
 from quantize.json_files import read_json_object
 from quantize.model_config import ModelConfig
 from quantize.preflight import quantized_problems, source_problems
-from quantize.recipe import RECIPE_NAME, YAML_LOADER, parse_recipe, parse_yaml
+from quantize.recipe import RECIPE_NAME
+from quantize.recipe_file import parse_recipe, parse_yaml, recipe_text
 
-MAX_RECIPE_BYTES = 2**20
 MAX_TOKENIZER_BYTES = 64 * 2**20
 
 
@@ -167,14 +165,9 @@ def _recipe(directory: Path, notes: list[str]) -> Mapping[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        if path.stat().st_size > MAX_RECIPE_BYTES:
-            raise ValueError(f"it has more than {MAX_RECIPE_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
-        # Aliases can spell a structure of any size in a few lines, and no recipe of ours has them.
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, YAML_LOADER)):
-            raise ValueError("it has YAML aliases")
-        return parse_recipe(parse_yaml(text, str(path)), str(path)).model_dump(mode="json")
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, RecipeError) as error:
+        content = parse_yaml(recipe_text(path), str(path), aliases=False)  # no recipe of ours has any
+        return parse_recipe(content, str(path)).model_dump(mode="json")
+    except RecipeError as error:
         notes.append(printable(f"{path}: the stored recipe cannot be read: {str(error)[:300]}"))
         return None
 

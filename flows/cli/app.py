@@ -11,7 +11,7 @@ from flows.cli import bundles, deploy, doctor, inspect, programs, quality, weigh
 from flows.cli.output import EXIT_FAILED, EXIT_USAGE, FailedError, complain, emit_json
 from flows.settings import UsageError, check_environment
 from kernels.errors import KernelsError
-from quantize.errors import QuantizeError
+from quantize.errors import QuantizeError, printable
 from serving.errors import ServingError
 from tasks.errors import ProgramsFailedError, TasksError
 
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _end(error: Exception, exit_code: int) -> None:
-    complain(str(error))
+    complain(printable(str(error)))  # it may quote files that nobody vouches for
     if "--json" in sys.argv and not isinstance(error, FailedError):
         emit_json({"error": str(error), "kind": type(error).__name__, "exit_code": exit_code})
     sys.exit(exit_code)

@@ -97,7 +97,7 @@ def quantize(
     refuse_existing(out)
     from quantize.budget import parse_bytes
     from quantize.pipeline import quantize as run_recipe
-    from quantize.recipe import load_recipe, parse_recipe
+    from quantize.recipe_file import load_recipe, parse_recipe
 
     chosen = load_recipe(recipe)
     options = {"algorithm": preset, "arithmetic": arithmetic, "reader": reader}

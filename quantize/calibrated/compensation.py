@@ -16,14 +16,17 @@ import torch
 from torch import Tensor
 
 JUDGES_SHARE = 8
-"""One window in so many judges; with fewer windows nothing is compensated."""
+"""One window in so many judges."""
+LEAST_JUDGES_TOKENS = 256
+"""Fewer would find a use in their own noise."""
 LEAST_SHARE = 0.1
 """Below it a share is noise of the judges' own tokens."""
 
 
-def is_judge(window: int) -> bool:
-    """Whether a calibration window judges, rather than be learnt from."""
-    return window % JUDGES_SHARE == JUDGES_SHARE - 1
+def judging_windows(windows: int, window_tokens: int) -> Tensor:
+    """Which calibration windows judge, rather than be learnt from, BOOL `[windows]`; none where they are too few."""
+    judging = torch.arange(windows) % JUDGES_SHARE == JUDGES_SHARE - 1
+    return judging if int(judging.sum()) * window_tokens >= LEAST_JUDGES_TOKENS else torch.zeros_like(judging)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantize.calibrated.compensation import Judges, compensated, is_judge
+from quantize.calibrated.compensation import Judges, compensated, judging_windows
 from quantize.calibrated.decoder import SITES, Layer, fake_quantize, run_layer
 from quantize.calibrated.gptq import GptqFactor, InputMoments, factor_hessian, gptq_codes
 from quantize.calibrated.smoothing import (
@@ -98,7 +98,7 @@ def quantize_layer(
                 scale = _scales(weight, plan.stored[name], recipe)
                 found = weight_codes(weight, scale)
             else:
-                wanted, share = weight, 0.0
+                wanted = weight
                 if factor.compensation is not None:
                     wanted, share = compensated(weight, factor.compensation, judges[site])
                 scale = _scales(wanted, plan.stored[name], recipe)
@@ -204,18 +204,17 @@ def _factors(
     moments: dict[str, InputMoments] = {}
     judges: dict[str, Judges] = {}
     windows, tokens, _ = quantized.shape
-    compensate = recipe.gptq.compensate and any(is_judge(window) for window in range(windows))
+    judging = judging_windows(windows, tokens) & recipe.gptq.compensate
     for chunk in _chunks(windows, tokens):
-        judging = torch.tensor([compensate and is_judge(window) for window in range(windows)[chunk]])
 
-        def observe(site: str, values: Tensor, chunk: slice = chunk, judging: Tensor = judging) -> None:
+        def observe(site: str, values: Tensor, chunk: slice = chunk) -> None:
             if plan.quantized.isdisjoint(SITES[site]):
                 return
             if site not in moments:
-                moments[site] = InputMoments(values.shape[-1], compensate=compensate)
+                moments[site] = InputMoments(values.shape[-1], compensate=bool(judging.any()))
                 judges[site] = Judges([])
             rounded, weights = fake_quantize(values), token_weights[site][chunk]
-            for taker, these in ((moments[site], ~judging), (judges[site], judging)):
+            for taker, these in ((moments[site], ~judging[chunk]), (judges[site], judging[chunk])):
                 if bool(these.any()):
                     taker.add(values[these].flatten(0, 1), rounded[these].flatten(0, 1), weights[these].flatten())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from quantize.architecture import (
     linear_modules,
 )
 from quantize.calibrated.activations import Activations
+from quantize.calibrated.compensation import JUDGES_SHARE, LEAST_JUDGES_TOKENS, judging_windows
 from quantize.calibrated.decoder import Layer
 from quantize.calibrated.layer_step import LayerOutcome, LayerPlan, quantize_layer
 from quantize.calibrated.rotation import Rotation, make_rotation, rotate_embedding, rotate_head, rotate_layer
@@ -44,12 +46,14 @@ from quantize.numerics import rope_tables
 from quantize.preflight import check_source
 from quantize.quantization_config import w8a8_quantization_config
 from quantize.recipe import Recipe, recipe_ignored_modules
+from quantize.row_kernel import open_kernel
 from quantize.rtn import QuantizeResult, TensorError, check_tied_head, recipe_file
 from quantize.shard_layout import TensorSpec
-from quantize.streaming import Progress
+from quantize.streaming import Progress, check_finite
 from quantize.torch_dtypes import TORCH_DTYPES
 
 BLOCK_ROWS = 8192
+logger = logging.getLogger(__name__)
 EMBEDDING_WEIGHT, HEAD_WEIGHT, FINAL_NORM_WEIGHT = EMBEDDING + ".weight", LM_HEAD + ".weight", FINAL_NORM + ".weight"
 
 
@@ -80,9 +84,20 @@ def quantize_calibrated(
     started = time.monotonic()
     with check_source(source) as reader, torch.no_grad():
         check_tied_head(reader)
+        output = _plan(reader, recipe)
         windows, _ = calibration_windows(source, recipe.calibration)
         check_windows(windows, source, reader.config)
-        output = _plan(reader, recipe)
+        # A bad weight of the last layer must not be met after hours.
+        check_finite(reader.infos.values(), open_kernel())
+        if recipe.compensates and not judging_windows(*windows.shape).any():
+            logger.warning(
+                "%d calibration windows of %d tokens: weights do not make up for rounded inputs (gptq.compensate); "
+                "it takes %d windows at least, and %d tokens in one of %d",
+                *windows.shape,
+                JUDGES_SHARE,
+                LEAST_JUDGES_TOKENS,
+                JUDGES_SHARE,
+            )
         state = source_state(reader)
         text_digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
         key = work_identity(state, f"{recipe.digest()} {text_digest} {torch.get_num_threads()}")

@@ -10,7 +10,7 @@ import torch
 from quantize.checkpoint import payload_digest
 from quantize.errors import CalibrationError, CheckpointError
 from quantize.pipeline import quantize
-from quantize.recipe import load_recipe
+from quantize.recipe_file import load_recipe
 from quantize.rtn import quantize_checkpoint
 from tests.quantize.calibrated.support import recipe
 from tests.quantize.files import copy_checkpoint, edit_tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from quantize.errors import RecipeError
 from quantize.model_config import load_model_config
-from quantize.recipe import ModuleScheme, Recipe, ignored_modules, load_recipe, parse_recipe
+from quantize.recipe import ModuleScheme, Recipe, ignored_modules
+from quantize.recipe_file import load_recipe, parse_recipe
 
 
 def test_no_file_and_empty_files_give_the_defaults(tmp_path: Path) -> None:
@@ -153,11 +155,30 @@ def test_a_tied_head_cannot_be_asked_for(tiny_llama: Path) -> None:
         ignored_modules([], load_model_config(tiny_llama), schemes)
 
 
-def test_text_that_nests_without_end_is_refused_and_not_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[" * 10_000, "not valid YAML"),
+        (f"calibration: {{tokens: {'9' * 6000}}}", "not valid YAML"),
+        (f"calibration: {{tokens: 0x{'f' * 60_000}}}", "a number of 240000 bits"),
+        ("calibration: {data: 2024-13-45}", "month must be in 1..12"),
+        ("algorithm: rtn\nalgorithm: gptq", "duplicate key 'algorithm'"),
+        ("gptq: {damping: 0.1, damping: 0.2}", "duplicate key 'damping'"),
+        ("# " + "x" * 2**20, "expected a recipe of at most"),
+        ("ignore: 5", "ignore: expected a list (found 5)"),
+        ("gptq: {damping: much}", "gptq.damping: expected a number (found 'much')"),
+    ],
+)
+def test_hostile_and_sloppy_text_is_refused_in_words(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("[" * 10_000)
-    with pytest.raises(RecipeError, match="not valid YAML"):
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=re.escape(told)):
         load_recipe(path)
+
+
+def test_a_recipe_is_a_file_with_an_end() -> None:
+    with pytest.raises(RecipeError, match="not a file"):
+        load_recipe(Path("/dev/zero"))
 
 
 @pytest.mark.parametrize(

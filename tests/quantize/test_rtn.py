@@ -21,7 +21,8 @@ from quantize.checkpoint import CheckpointReader, payload_digest, tensor_digests
 from quantize.errors import CheckpointError, NonFiniteWeightError, RecipeError
 from quantize.numerics import quantize_weight
 from quantize.preflight import check_quantized
-from quantize.recipe import Recipe, load_recipe, parse_recipe
+from quantize.recipe import Recipe
+from quantize.recipe_file import load_recipe, parse_recipe
 from quantize.row_kernel import NativeKernel, TorchKernel
 from quantize.rtn import quantize_checkpoint
 from tests.quantize.files import copy_checkpoint, edit_json, edit_tensors

@@ -22,7 +22,8 @@ import torch
 from quantize.calibrated import layer_step
 from quantize.checkpoint_writer import TensorStream
 from quantize.pipeline import quantize
-from quantize.recipe import Recipe, parse_recipe
+from quantize.recipe import Recipe
+from quantize.recipe_file import parse_recipe
 
 
 def kill_at(moment: int) -> None:

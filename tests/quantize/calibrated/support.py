@@ -17,7 +17,8 @@ from quantize.calibrated.decoder import Layer, rms_norm_fp32, run_layer
 from quantize.calibrated.weights import load_layer
 from quantize.checkpoint import CheckpointReader
 from quantize.numerics import rope_tables
-from quantize.recipe import Recipe, parse_recipe
+from quantize.recipe import Recipe
+from quantize.recipe_file import parse_recipe
 from tests.tiny_models import VOCAB_SIZE, make_tiny_llama, make_tiny_qwen2, make_tiny_qwen3
 
 FAMILIES = ("qwen3", "qwen2", "llama", "llama3", "mistral", "qwen3_tied", "qwen2_tied")

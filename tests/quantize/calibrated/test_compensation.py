@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantize.calibrated.compensation import Judges, compensated, is_judge
+from quantize.calibrated.compensation import Judges, compensated, judging_windows
 from quantize.calibrated.decoder import fake_quantize
 from quantize.calibrated.gptq import GptqFactor, InputMoments, factor_hessian
 
@@ -90,6 +90,8 @@ def test_it_can_be_left_out() -> None:
     assert factor_of(noisy(256, 1), compensate=False).compensation is None
 
 
-@pytest.mark.parametrize(("windows", "judges"), [(7, 0), (8, 1), (32, 4)])
-def test_one_window_in_eight_judges(windows: int, judges: int) -> None:
-    assert sum(map(is_judge, range(windows))) == judges
+@pytest.mark.parametrize(
+    ("windows", "tokens", "judges"), [(7, 512, 0), (8, 512, 1), (32, 512, 4), (8, 32, 0), (64, 32, 8)]
+)
+def test_one_window_in_eight_judges_unless_they_have_too_few_tokens(windows: int, tokens: int, judges: int) -> None:
+    assert int(judging_windows(windows, tokens).sum()) == judges

@@ -21,7 +21,7 @@ from quantize.checkpoint import CheckpointReader, payload_digest, scan_checkpoin
 from quantize.errors import CalibrationError, CheckpointError, NonFiniteWeightError, RecipeError, WriteError
 from quantize.model_config import load_model_config
 from quantize.readers import acceptance
-from quantize.recipe import load_recipe
+from quantize.recipe_file import load_recipe
 from quantize.rtn import quantize_checkpoint
 from tests.quantize.calibrated.support import (
     FAMILIES,
@@ -333,8 +333,9 @@ def test_refusals_leave_nothing(
 def test_weights_and_activations_that_are_not_finite_are_refused_by_name(tiny_qwen3: Path, tmp_path: Path) -> None:
     source = copy_checkpoint(tiny_qwen3, tmp_path / "source")
     edit_tensors(source, lambda tensors: tensors[PROJ + ".weight"][3, 1:2].fill_(float("nan")))
-    with pytest.raises(NonFiniteWeightError, match=f"{PROJ}.weight: row 3 holds NaN"):
-        quantize_calibrated(source, tmp_path / "out", recipe("smoothquant"))
+    with pytest.raises(NonFiniteWeightError, match=f"{PROJ}.weight: row 3, column 1 holds nan"):
+        # Before the first layer is done, though the weight is in the last one.
+        quantize_calibrated(source, tmp_path / "out", recipe("smoothquant"), progress=lambda *_: pytest.fail("late"))
     edit_tensors(source, lambda tensors: tensors[PROJ + ".weight"].fill_(3e38))
     for algorithm in ("smoothquant", "gptq"):
         with pytest.raises(CalibrationError, match=r"layer 1: what the source computes .* is not finite"):
@@ -345,3 +346,12 @@ def test_weights_and_activations_that_are_not_finite_are_refused_by_name(tiny_qw
     result = quantize_calibrated(source, tmp_path / "out", recipe("smoothquant"))
     assert "NaN" not in (tmp_path / "out" / "calibration.json").read_text()
     assert result.errors[-2].sqnr_db is None
+
+
+def test_too_few_windows_to_judge_are_told_of(
+    tiny_qwen3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    few = {"tokens": 128, "window_tokens": 32}
+    result = quantize_calibrated(tiny_qwen3, tmp_path / "out", recipe("gptq", calibration=few))
+    assert "4 calibration windows of 32 tokens: weights do not make up" in caplog.text
+    assert {linear["compensated"] for layer in result.layers for linear in layer["linears"]} == {None}

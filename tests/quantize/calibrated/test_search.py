@@ -15,7 +15,8 @@ from quantize.calibrated.search import candidates, noisiest_sites, quantize_auto
 from quantize.checkpoint import CheckpointReader, payload_digest
 from quantize.errors import CalibrationError, CheckpointError
 from quantize.pipeline import quantize
-from quantize.recipe import Recipe, load_recipe
+from quantize.recipe import Recipe
+from quantize.recipe_file import load_recipe
 from quantize.rtn import QuantizeResult
 from tests.quantize.calibrated.support import large_channels, make_small_llama, recipe, run_kills
 
