@@ -21,7 +21,7 @@ from quantize.calibrated.smoothing import (
     producer_channels,
     search_scale,
 )
-from quantize.calibrated.token_weights import SMALLEST_ENERGY, site_weights
+from quantize.calibrated.token_weights import SMALLEST_ENERGY, site_weights, stream_weights
 from quantize.clipping import search_clipping
 from quantize.errors import CalibrationError
 from quantize.model_config import ModelConfig
@@ -127,13 +127,17 @@ def quantize_layer(
 def _observe(
     layer: Layer, plan: LayerPlan, config: ModelConfig, rope: tuple[Tensor, Tensor], exact: Tensor, output: Tensor
 ) -> tuple[dict[str, SiteStatistics], dict[str, Tensor]]:
-    """Run the source's stream through the layer; statistics and token weights `[windows, tokens]` of each site."""
+    """Run the source's stream through the layer; statistics and token weights `[windows, tokens]` of each site.
+
+    Smoothing counts tokens by their own stream everywhere. By the attention they receive, as for GPTQ, a few tokens
+    would shape scales that all have to share, and the sample lost by it.
+    """
     windows, tokens, _ = exact.shape
     stride = max(1, windows * tokens // SAMPLE_TOKENS)
     samples: dict[str, list[Tensor]] = {site: [] for site in SITES}
     amax: dict[str, Tensor] = {}
     weights = {site: torch.empty(windows, tokens) for site in SITES}
-    sampled: dict[str, list[Tensor]] = {site: [] for site in SITES}
+    sampled: list[Tensor] = []
     for chunk in _chunks(windows, tokens):
         # Every stride-th token of the whole set, wherever the chunks are cut.
         first = -(chunk.start * tokens) % stride
@@ -150,17 +154,15 @@ def _observe(
                 f"{plan.name}: what the source computes from the calibration text is not finite in FP32; repair the "
                 "checkpoint, or use algorithm rtn"
             )
+        sampled.append(stream_weights(output[chunk]).reshape(-1)[first::stride])
         for site, found in site_weights(layer, exact[chunk], output[chunk], config, rope).items():
             weights[site][chunk] = found
-            sampled[site].append(found.reshape(-1)[first::stride])
         if not all(bool(found[chunk].all()) for found in weights.values()):
             raise CalibrationError(
                 f"{plan.name}: what the source computes reaches {float(output[chunk].abs().max()):.1e}, whose square "
                 "is no FP32 number; a weight of this layer is far too large. Repair the checkpoint or use rtn"
             )
-    return {
-        site: SiteStatistics(amax[site], torch.cat(samples[site]), torch.cat(sampled[site])) for site in SITES
-    }, weights
+    return {site: SiteStatistics(amax[site], torch.cat(samples[site]), torch.cat(sampled)) for site in SITES}, weights
 
 
 def _smooth(

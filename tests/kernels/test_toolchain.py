@@ -174,7 +174,7 @@ def test_one_failed_check_fails_the_program() -> None:
 
 def test_the_source_closure_follows_imports_and_nothing_else() -> None:
     found = imported_modules(module_path("kernels.programs.decode_stages").read_bytes())
-    assert {"kernels.programs.blocks", "kernels.programs.decode_layer", "kernels.tiles"} <= found
+    assert {"kernels.programs.blocks", "kernels.programs.decode_layer", "kernels.goldens"} <= found
     assert "kernels.programs.lm_head" not in found
     assert imported_modules(b"import torch\nfrom serving import worker\nfrom . import x\n") == set()
 
