@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import threading
 from pathlib import Path
 
 import kernels.errors
 from kernels.errors import ToolchainError
 
 PACKAGES = ("kernels", "quantize")
+_PARSING = threading.Lock()
+"""Python 3.11 loses count of its depth when two threads parse at once (SystemError)."""
 _ROOT = Path(kernels.errors.__file__).parent.parent
 
 
@@ -36,7 +39,9 @@ def closure_digest(*modules: str) -> str:
 def imported_modules(text: bytes) -> set[str]:
     """Names of our modules that the source `text` imports, at any depth of nesting."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    with _PARSING:
+        tree = ast.parse(text)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             candidates = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -6,6 +6,7 @@ next run finds. A lock on the folder tells a living writer from a dead one; it g
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import glob
 import logging
@@ -109,7 +110,9 @@ def claim_folder(folder: Path, out: Path) -> int:
     Tries again when a finishing writer removed it meanwhile; raises CheckpointError when a living one has it.
     """
     while True:
-        folder.mkdir(exist_ok=True)
+        # Not `exist_ok`, which fails when the folder is removed right after it was found there.
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,12 @@ def test_the_source_closure_follows_imports_and_nothing_else() -> None:
     assert {"kernels.programs.blocks", "kernels.programs.decode_layer", "kernels.goldens"} <= found
     assert "kernels.programs.lm_head" not in found
     assert imported_modules(b"import torch\nfrom serving import worker\nfrom . import x\n") == set()
+
+
+def test_sources_may_be_followed_by_several_threads_at_once() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: closure_digest("kernels.programs.decode_step"), range(24)))
+    assert len(found) == 1
 
 
 def test_keys_change_with_content_and_not_with_file_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
