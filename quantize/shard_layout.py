@@ -90,8 +90,8 @@ def _place(spec: TensorSpec) -> tuple[bool, int, str]:
 def lay_out(shards: Sequence[Sequence[TensorSpec]]) -> list[Shard]:
     """Name the shards and place their tensors: whole pages first, then, as safetensors does, by width and name.
 
-    The header is padded to a page. So every matrix starts on one: when it is written, whole pages are copied (half the
-    cost of writing across them), and a reader may map it by itself.
+    The header is padded to a page. So every matrix of whole pages starts on one: it is written in whole pages, which
+    costs the kernel less than across them, and a reader may map it by itself.
     """
     names = [SINGLE_NAME]
     if len(shards) > 1:

@@ -129,8 +129,8 @@ def _observe(
 ) -> tuple[dict[str, SiteStatistics], dict[str, Tensor]]:
     """Run the source's stream through the layer; statistics and token weights `[windows, tokens]` of each site.
 
-    Smoothing counts tokens by their own stream everywhere. By the attention they receive, as for GPTQ, a few tokens
-    would shape scales that all have to share, and the sample lost by it.
+    Smoothing counts tokens by their own stream everywhere: its scales are shared by all tokens, and counted by the
+    attention they receive, as for GPTQ, a few would shape them.
     """
     windows, tokens, _ = exact.shape
     stride = max(1, windows * tokens // SAMPLE_TOKENS)
