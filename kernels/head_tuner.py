@@ -39,7 +39,7 @@ def tune_lm_head(
     progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuneResult:
-    """Search the tile of the LM head of `config` over windows of 16 rows; a gain goes into `table`.
+    """Search the tile of the LM head of `config` over windows of 16 rows; the one to use goes into `table`.
 
     `simulate` gives a program's time in us. The budget bounds the search over a few chunks; two simulations of the
     whole head come on top. Raises ProgramError when the head does not compile.
@@ -56,7 +56,8 @@ def tune_lm_head(
     best, best_us, tried, deadline = used, before_us, 1, clock() + budget_s
 
     def entry(tile: CubeTile, from_us: float, to_us: float) -> TunedTile:
-        return TunedTile(spec.hidden_size, spec.chunk_tokens, BATCH_WINDOW_ROWS, ELEMENT_BYTES, tile, from_us, to_us)
+        shape = (spec.hidden_size, spec.chunk_tokens, BATCH_WINDOW_ROWS, ELEMENT_BYTES)
+        return TunedTile(*shape, tile, from_us, to_us, tried)
 
     for tile in head_tiles(spec.hidden_size, spec.block_tokens):
         if clock() >= deadline:
@@ -74,14 +75,17 @@ def tune_lm_head(
             best, best_us = tile, time_us
     with table_in_effect(table):
         whole_us = simulate(whole)
-    if best == used:
-        return TuneResult(whole_us, whole_us, (), (), tried)
-    tuned_us = _with_tile(whole, entry(best, before_us, best_us), simulate, table)
-    found = entry(best, whole_us, tuned_us)
-    if tuned_us >= whole_us:
-        return TuneResult(whole_us, whole_us, (), (found,), tried)
-    merge_table(table, [found])
-    return TuneResult(whole_us, tuned_us, (found,), (), tried)
+    confirmed = entry(used, whole_us, whole_us)
+    dropped: tuple[TunedTile, ...] = ()
+    if best != used:
+        tuned_us = _with_tile(whole, entry(best, before_us, best_us), simulate, table)
+        found = entry(best, whole_us, tuned_us)
+        if tuned_us < whole_us:
+            merge_table(table, [found])
+            return TuneResult(whole_us, tuned_us, (found,), (), (), tried)
+        dropped = (found,)
+    merge_table(table, [confirmed])
+    return TuneResult(whole_us, whole_us, (), dropped, (confirmed,), tried)
 
 
 def head_tiles(hidden: int, columns: int) -> list[CubeTile]:

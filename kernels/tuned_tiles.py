@@ -1,11 +1,13 @@
-"""Matmul tiles that tuning found better than the rule of thumb, in a JSON table that the choice of tiles looks into.
+"""Matmul tiles that a search settled on, in a JSON table that the choice of tiles looks into before its rule of thumb.
 
-The table ships with the package; `$PYPTO_DEPLOY_TILES` names another one. Its digest is part of every check's key, so
-that a changed table is a new program. Entries are written by `pypto-deploy programs tune`.
+An entry says how many tiles were simulated and the time before and after; where both are equal, the tile in use was
+the best of them. The table ships with the package; `$PYPTO_DEPLOY_TILES` names another one. Its digest is part of every
+check's key, so that a changed table is a new program. Entries are written by `pypto-deploy programs tune`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -25,7 +27,10 @@ SHIPPED_TABLE = Path(__file__).with_name("tuned_tiles.json")
 
 @dataclass(frozen=True)
 class TunedTile:
-    """The tile for `[rows, k] x [k, n]` with operands of `element_bytes`, and why: simulated us before and after."""
+    """The tile for `[rows, k] x [k, n]` with operands of `element_bytes`, and why: simulated us before and after.
+
+    `tried` counts the tiles that were simulated, the one in use among them.
+    """
 
     k: int
     n: int
@@ -34,6 +39,7 @@ class TunedTile:
     tile: CubeTile
     before_us: float
     simulated_us: float
+    tried: int
 
     @property
     def key(self) -> tuple[int, int, int, int]:
@@ -69,7 +75,19 @@ def read_table(path: Path) -> list[TunedTile]:
 
 
 def merge_table(path: Path, entries: Iterable[TunedTile]) -> None:
-    """Put `entries` into the table at `path`, in place of those for the same matmuls, and publish it by rename."""
+    """Put `entries` into the table at `path`, in place of those for the same matmuls, and publish it by rename.
+
+    Two searches may end at once: the folder is locked from reading to renaming.
+    """
+    folder = os.open(path.absolute().parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        _merge(path, entries)
+    finally:
+        os.close(folder)
+
+
+def _merge(path: Path, entries: Iterable[TunedTile]) -> None:
     merged = {entry.key: entry for entry in read_table(path)} | {entry.key: entry for entry in entries}
     tiles = [
         {
@@ -80,6 +98,7 @@ def merge_table(path: Path, entries: Iterable[TunedTile]) -> None:
             "tile": [entry.tile.m, entry.tile.k_l0, entry.tile.k_left, entry.tile.k_right, entry.tile.n],
             "before_us": entry.before_us,
             "simulated_us": entry.simulated_us,
+            "tried": entry.tried,
         }
         for _, entry in sorted(merged.items())
     ]

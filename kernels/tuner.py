@@ -47,13 +47,15 @@ Progress = Callable[[str], None]
 class TuneResult:
     """What a search found: the program's simulated us before and after, and how many tiles were tried for its parts.
 
-    `kept` are the tiles with which the whole program gained, `dropped` those that were faster alone only.
+    `kept` are the tiles with which the whole program gained, `dropped` those that were faster alone only, and
+    `confirmed` the tiles in use that stay: none was faster, or none with which the program gained.
     """
 
     before_us: float
     after_us: float
     kept: tuple[TunedTile, ...]
     dropped: tuple[TunedTile, ...]
+    confirmed: tuple[TunedTile, ...]
     tried: int
 
 
@@ -84,7 +86,7 @@ def tune_decode_layer(
     progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuneResult:
-    """Search tiles for the INT8 matmuls of a decode layer of `config` over `rows` rows; gains go into `table`.
+    """Search tiles for the INT8 matmuls of a decode layer of `config` over `rows` rows; `table` gets one for each.
 
     `simulate` gives a program's time in us. The budget bounds the search; simulations of the whole layer, one before
     and one for each tile found, come on top. Raises ProgramError when `rows` is out of range or the layer does not
@@ -96,18 +98,18 @@ def tune_decode_layer(
     with table_in_effect(table):
         before_us = simulate(layer)
         shapes = _matmuls(config, down)
-        found, tried, deadline = [], 0, clock() + budget_s
+        searched, deadline = [], clock() + budget_s
         for number, (k, n) in enumerate(shapes):
             share_s = (deadline - clock()) / (len(shapes) - number)
-            tuned, count = _tune_matmul(k, n, rows, simulate, clock() + share_s, clock, progress)
-            tried += count
-            found += [] if tuned is None else [tuned]
+            searched.append(_tune_matmul(k, n, rows, simulate, clock() + share_s, clock, progress))
+    found = [best for best, used in searched if best != used]
     found.sort(key=lambda entry: entry.simulated_us - entry.before_us)
     kept, after_us = _gaining(found, layer, before_us, simulate, table)
-    if kept:
-        merge_table(table, kept)
+    confirmed = [used for best, used in searched if best not in kept]
+    merge_table(table, [*kept, *confirmed])
     dropped = tuple(entry for entry in found if entry not in kept)
-    return TuneResult(before_us, after_us, tuple(kept), dropped, tried)
+    tried = sum(used.tried for _, used in searched)
+    return TuneResult(before_us, after_us, tuple(kept), dropped, tuple(confirmed), tried)
 
 
 def _matmuls(config: ModelConfig, down: DownDtype) -> list[tuple[int, int]]:
@@ -144,8 +146,8 @@ def _tune_matmul(
     deadline: float,
     clock: Callable[[], float],
     progress: Progress | None,
-) -> tuple[TunedTile | None, int]:
-    """The best tile found before `deadline`, None if it is the one in use, and how many were simulated."""
+) -> tuple[TunedTile, TunedTile]:
+    """The best tile found before `deadline` and the one in use, which may be the same."""
     used = choose_stream_tile(k, n)
     before_us = simulate(LinearW8A8(LinearW8A8Spec.of(k, n, rows, used)))
     best, best_us, tried = used, before_us, 1
@@ -163,9 +165,10 @@ def _tune_matmul(
         tried += 1
         if time_us < best_us:
             best, best_us = tile, time_us
-    if best == used:
-        return None, tried
-    return TunedTile(k, n, BATCH_WINDOW_ROWS, 1, best, before_us, best_us), tried
+    return (
+        TunedTile(k, n, BATCH_WINDOW_ROWS, 1, best, before_us, best_us, tried),
+        TunedTile(k, n, BATCH_WINDOW_ROWS, 1, used, before_us, before_us, tried),
+    )
 
 
 def _allowed(k: int, n: int, rows: int, tile: CubeTile) -> bool:

@@ -1,7 +1,8 @@
-"""The verb `programs tune`: search matmul tiles on the cost model and write what gains to a table."""
+"""The verb `programs tune`: search matmul tiles on the cost model and write what it settles on to a table."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def tune(
     ),
     as_json: bool = JSON_OPTION,
 ) -> None:
-    """Search the tiles of a program's matmuls on the cost model (Ascend 910B2), and keep them if it gains."""
+    """Search the tiles of a program's matmuls on the cost model (Ascend 910B2), and keep those with which it gains."""
     from flows.cli.programs import model_config
     from flows.reaper import no_orphans
     from kernels.contract import BATCH_WINDOW_ROWS
@@ -48,6 +49,8 @@ def tune(
     config, target = model_config(model), table or table_path()
     if not target.absolute().parent.is_dir():
         raise UsageError(f"--table {target}: its folder does not exist")
+    if not os.access(target.absolute().parent, os.W_OK) or target.is_dir():
+        raise UsageError(f"--table {target}: cannot be written; name a file in a folder that can")
     with no_orphans(), console.ReleaseConsole().step("tune") as line:
         if name == DECODE_LAYER:
             result = tune_decode_layer(config, simulator(), target, rows=rows, budget_s=budget, progress=line.note)
@@ -58,7 +61,7 @@ def tune(
         emit_json({"model": model, "table": str(target), **asdict(result)})
         return
     part = "alone" if name == DECODE_LAYER else "whole head"
-    columns = ["k", "n", "tile m, k in L0, k left, k right, n", f"{part} before us", f"{part} us", "kept"]
+    columns = ["k", "n", "tile m, k in L0, k left, k right, n", f"{part} before us", f"{part} us", "tried", "outcome"]
     found = [
         [
             entry.k,
@@ -66,10 +69,16 @@ def tune(
             ", ".join(map(str, asdict(entry.tile).values())),
             entry.before_us,
             entry.simulated_us,
-            entry in result.kept,
+            entry.tried,
+            outcome,
         ]
-        for entry in (*result.kept, *result.dropped)
+        for outcome, entries in (
+            ("new", result.kept),
+            ("faster alone only", result.dropped),
+            ("stays", result.confirmed),
+        )
+        for entry in entries
     ]
     emit_table(f"Tiles of {name}, {Path(model).name} (cost model of the Ascend 910B2)", columns, found)
-    kept = f"written to {target}" if result.kept else "nothing written: no tile made the whole program faster"
-    emit_line(f"{name}: {result.before_us:.1f} us before, {result.after_us:.1f} us after; {kept}")
+    written = "" if result.kept else "no other tile made the whole program faster; those in use "
+    emit_line(f"{name}: {result.before_us:.1f} us before, {result.after_us:.1f} us after; {written}written to {target}")

@@ -74,7 +74,12 @@ def test_nothing_is_kept_when_the_whole_layer_gains_nothing(tmp_path: Path) -> N
     table = tmp_path / "tiles.json"
     result = tune_decode_layer(CONFIG, prefers(160, lambda: 500.0), table, budget_s=1e9)
     assert (result.kept, len(result.dropped), result.after_us) == ((), 3, 500)
-    assert not table.exists()
+    assert sorted(read_table(table), key=lambda entry: entry.key) == sorted(
+        result.confirmed, key=lambda entry: entry.key
+    )
+    for entry in result.confirmed:
+        assert entry.tile == choose_stream_tile(entry.k, entry.n)
+        assert entry.tried > 10
 
 
 def test_the_budget_ends_the_search(tmp_path: Path) -> None:
@@ -87,7 +92,7 @@ def test_the_budget_ends_the_search(tmp_path: Path) -> None:
 
 def test_a_matmul_at_its_bandwidth_is_not_searched(tmp_path: Path) -> None:
     result = tune_decode_layer(CONFIG, lambda program: 0.1, tmp_path / "t", budget_s=1e9)
-    assert (result.tried, result.kept, result.dropped) == (3, (), ())
+    assert (result.tried, result.kept, result.dropped, len(result.confirmed)) == (3, (), (), 3)
 
 
 def test_windows_out_of_range_are_refused(tmp_path: Path) -> None:
@@ -122,13 +127,15 @@ def test_the_tile_of_the_lm_head_is_searched_in_the_head_and_read_where_it_is_as
     assert choose_cube_tile(1024, 6144, 2, rows=32, columns=256).k_l0 == 128
 
 
-def test_a_head_that_gains_nothing_leaves_the_table_and_the_budget_ends_its_search(tmp_path: Path) -> None:
+def test_a_head_that_gains_nothing_keeps_its_tile_and_the_budget_ends_its_search(tmp_path: Path) -> None:
     table = tmp_path / "tiles.json"
+    in_use = choose_cube_tile(1024, 6144, 2, rows=16, columns=256)
     assert tune_lm_head(CONFIG, prefers_depth(64, 0.0), table).kept == ()
+    assert [entry.tile for entry in read_table(table)] == [in_use]
     now = itertools.count(0, 1)
     result = tune_lm_head(CONFIG, prefers_depth(8, 0.0), table, budget_s=5, clock=lambda: float(next(now)))
     assert 1 < result.tried <= 6
-    assert not table.exists()
+    assert [entry.tried for entry in read_table(table)] == [result.tried]
     tiles = head_tiles(5120, 256)
     assert len(tiles) == len(set(tiles)) > 10
     for tile in tiles:
@@ -137,7 +144,7 @@ def test_a_head_that_gains_nothing_leaves_the_table_and_the_budget_ends_its_sear
 
 def test_the_table_comes_back_as_it_was_and_new_entries_replace_old_ones(tmp_path: Path) -> None:
     table = tmp_path / "tiles.json"
-    entry = TunedTile(512, 512, 16, 1, TILE, 30.0, 20.0)
+    entry = TunedTile(512, 512, 16, 1, TILE, 30.0, 20.0, 9)
     other = dataclasses.replace(entry, n=1024)
     merge_table(table, [entry, other])
     merge_table(table, [dataclasses.replace(entry, simulated_us=10.0)])
@@ -150,7 +157,7 @@ def test_the_table_comes_back_as_it_was_and_new_entries_replace_old_ones(tmp_pat
 def test_a_table_that_cannot_be_used_is_refused_by_path(text: str, tmp_path: Path) -> None:
     table = tmp_path / "tiles.json"
     if text == "BAD TILE":
-        merge_table(table, [TunedTile(512, 512, 16, 1, TILE, 30.0, 20.0)])
+        merge_table(table, [TunedTile(512, 512, 16, 1, TILE, 30.0, 20.0, 9)])
         text = json.dumps(json.loads(table.read_text())).replace("128, 512, 512, 96", "128, 512, 512, 2048")
     table.write_text(text)
     with pytest.raises(ProgramError, match=r"tiles.json is no table of tiles .* tune again"):
@@ -161,12 +168,13 @@ def test_the_shipped_table_can_be_read_and_a_changed_table_is_a_new_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for entry in read_table(SHIPPED_TABLE):
-        assert entry.simulated_us < entry.before_us
+        assert entry.simulated_us <= entry.before_us
+        assert entry.tried >= 1
     check = full_check(LinearW8A8(LinearW8A8Spec.of(512, 512, 16, TILE)))
     before = check_key(check)
     table = tmp_path / "tiles.json"
     monkeypatch.setenv(TABLE_VARIABLE, str(table))
-    merge_table(table, [TunedTile(512, 512, 16, 1, TILE, 30.0, 20.0)])
+    merge_table(table, [TunedTile(512, 512, 16, 1, TILE, 30.0, 20.0, 9)])
     assert tuned_tile(512, 512, 16, 1) == TILE
     assert check_key(check) != before
 
