@@ -2,9 +2,9 @@
 
 For every INT8 matmul of a layer that has a wave of its own: candidates that obey the tile rules, in the order of a
 rough reckoning of the cost model (waves of tasks times copies), are simulated as `linear_w8a8` until the budget is
-spent. A fused program may prefer other tiles than its parts do, so the whole layer is simulated with each tile found,
-and it is kept only if the layer gains. Times are the cost model's, which knows no bandwidth limit: below a matmul's
-bytes at 1.6 TB/s there is nothing to gain, and the search for it ends there.
+spent. A fused program may prefer other tiles than its parts do, so the whole layer is simulated with the best few found
+for each, until it gains; a tile with which it does not is not kept. Times are the cost model's, which knows no
+bandwidth limit: below a matmul's bytes at 1.6 TB/s there is nothing to gain, and the search for it ends there.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ CYCLES_PER_BYTE = 1 / 95.7
 DEPTHS_L0 = (64, 128, 256, 512)
 MAX_COLUMNS = 512
 MAX_PIECES = 20
+FINALISTS = 3
+"""Tiles of one matmul, faster alone than the one in use, that are tried in the whole layer."""
 
 Simulate = Callable[[Program], float]
 Progress = Callable[[str], None]
@@ -89,7 +91,7 @@ def tune_decode_layer(
     """Search tiles for the INT8 matmuls of a decode layer of `config` over `rows` rows; `table` gets one for each.
 
     `simulate` gives a program's time in us. The budget bounds the search; simulations of the whole layer, one before
-    and one for each tile found, come on top. Raises ProgramError when `rows` is out of range or the layer does not
+    and up to three for each matmul, come on top. Raises ProgramError when `rows` is out of range or the layer does not
     compile.
     """
     if not 1 <= rows <= BATCH_WINDOW_ROWS:
@@ -102,12 +104,13 @@ def tune_decode_layer(
         for number, (k, n) in enumerate(shapes):
             share_s = (deadline - clock()) / (len(shapes) - number)
             searched.append(_tune_matmul(k, n, rows, simulate, clock() + share_s, clock, progress))
-    found = [best for best, used in searched if best != used]
+    found = [entry for faster, _ in searched for entry in faster]
     found.sort(key=lambda entry: entry.simulated_us - entry.before_us)
     kept, after_us = _gaining(found, layer, before_us, simulate, table)
-    confirmed = [used for best, used in searched if best not in kept]
+    settled = {entry.key for entry in kept}
+    confirmed = [used for _, used in searched if used.key not in settled]
     merge_table(table, [*kept, *confirmed])
-    dropped = tuple(entry for entry in found if entry not in kept)
+    dropped = tuple(entry for entry in found if entry.key not in settled)
     tried = sum(used.tried for _, used in searched)
     return TuneResult(before_us, after_us, tuple(kept), dropped, tuple(confirmed), tried)
 
@@ -122,11 +125,13 @@ def _matmuls(config: ModelConfig, down: DownDtype) -> list[tuple[int, int]]:
 def _gaining(
     found: list[TunedTile], layer: DecodeLayer, before_us: float, simulate: Simulate, table: Path
 ) -> tuple[list[TunedTile], float]:
-    """Those of `found` with each of which the layer gains, taken in turn, and its time with all of them."""
+    """The first of `found` for each matmul with which the layer gains, and its time with all of them."""
     kept: list[TunedTile] = []
     best_us = before_us
     with tempfile.TemporaryDirectory() as folder:
         for number, entry in enumerate(found):
+            if any(entry.key == settled.key for settled in kept):
+                continue
             trial = Path(folder) / f"tiles-{number}.json"
             if table.is_file():
                 trial.write_bytes(table.read_bytes())
@@ -146,29 +151,27 @@ def _tune_matmul(
     deadline: float,
     clock: Callable[[], float],
     progress: Progress | None,
-) -> tuple[TunedTile, TunedTile]:
-    """The best tile found before `deadline` and the one in use, which may be the same."""
+) -> tuple[list[TunedTile], TunedTile]:
+    """The best few tiles found before `deadline` that are faster than the one in use, and that one."""
     used = choose_stream_tile(k, n)
     before_us = simulate(LinearW8A8(LinearW8A8Spec.of(k, n, rows, used)))
-    best, best_us, tried = used, before_us, 1
+    times = {used: before_us}
     for tile in candidate_tiles(k, n, rows):
-        if clock() >= deadline or best_us <= k * n / HBM_BYTES_PER_US:
+        if clock() >= deadline or min(times.values()) <= k * n / HBM_BYTES_PER_US:
             break
         if tile == used:
             continue
         if progress is not None:
-            progress(f"{k} x {n}: {best_us:.1f} us, {tried} tiles tried")
+            progress(f"{k} x {n}: {min(times.values()):.1f} us, {len(times)} tiles tried")
         try:
-            time_us = simulate(LinearW8A8(LinearW8A8Spec.of(k, n, rows, tile)))
+            times[tile] = simulate(LinearW8A8(LinearW8A8Spec.of(k, n, rows, tile)))
         except ProgramError:
             continue  # the rules let it pass and the compiler did not: no candidate
-        tried += 1
-        if time_us < best_us:
-            best, best_us = tile, time_us
-    return (
-        TunedTile(k, n, BATCH_WINDOW_ROWS, 1, best, before_us, best_us, tried),
-        TunedTile(k, n, BATCH_WINDOW_ROWS, 1, used, before_us, before_us, tried),
-    )
+    entries = [
+        TunedTile(k, n, BATCH_WINDOW_ROWS, 1, tile, before_us, time_us, len(times)) for tile, time_us in times.items()
+    ]
+    faster = sorted((entry for entry in entries if entry.simulated_us < before_us), key=lambda e: e.simulated_us)
+    return faster[:FINALISTS], entries[0]
 
 
 def _allowed(k: int, n: int, rows: int, tile: CubeTile) -> bool:
