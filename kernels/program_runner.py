@@ -36,8 +36,9 @@ def main() -> int:
     folder = Path(sys.argv[1])
     request = json.loads((folder / "request.json").read_text())
     _die_with_parent()
-    install(Path(request["library"]))
-    result = _check(request) if request["kind"] == "check" else _run(request, folder)
+    checked = request["kind"] == "check"
+    install(Path(request["library"]), simulate_interpreted=checked)
+    result = _check(request) if checked else _run(request, folder)
     result["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     (folder / "result.json").write_text(json.dumps(result))
     return 0
