@@ -1,8 +1,8 @@
 """Which programs a model needs, and at which shapes each is checked.
 
 Three checks per program: verified at a small shape through all passes, verified at the model's own widths as far as
-memory and disk allow, and simulated at the serving shape (16 rows, 256 tokens of context each). `decode_step` has no
-check at own width: its code there is that of `decode_layer` and `lm_head_greedy`. Nor have the BF16 forms, listed as
+memory and disk allow, and simulated at the serving shape (16 rows, 256 tokens of context each). The steps have no
+check at own width: their code there is that of the layers and of `lm_head_greedy`. Nor have the BF16 forms, listed as
 `..._bf16`, whose code differs in their linears. This module decides the shapes; `kernels.toolchain` runs them.
 """
 
@@ -23,6 +23,7 @@ from kernels.programs.embedding import EmbeddingGather, EmbeddingGatherSpec
 from kernels.programs.layer_slabs import WeightForm
 from kernels.programs.lm_head import CHUNK_TOKENS, LmHeadGreedy, LmHeadSpec
 from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
+from kernels.programs.prefill_step import PrefillStep, PrefillStepSpec
 from kernels.programs.sampling import GreedySample, GreedySampleSpec, TopkSelect, TopkSelectSpec
 from kernels.programs.turboquant_attention import TurboQuantAttention, TurboQuantAttentionSpec
 from kernels.programs.turboquant_encode import TurboQuantEncode, TurboQuantEncodeSpec
@@ -94,9 +95,11 @@ def programs_for(config: ModelConfig, down: DownDtype = "int8") -> list[ProgramC
         ProgramCase(LmHeadGreedy.name, _lm_head_checks(config)),
         ProgramCase(DecodeStep.name, _decode_step_checks(config, down)),
         ProgramCase(PrefillLayer.name, _prefill_layer_checks(config, down)),
+        ProgramCase(PrefillStep.name, _prefill_step_checks(config, down)),
         ProgramCase(f"{DecodeLayer.name}_bf16", _decode_layer_checks(config, "bf16", "bf16")),
         ProgramCase(f"{DecodeStep.name}_bf16", _decode_step_checks(config, "bf16", "bf16")),
         ProgramCase(f"{PrefillLayer.name}_bf16", _prefill_layer_checks(config, "bf16", "bf16")),
+        ProgramCase(f"{PrefillStep.name}_bf16", _prefill_step_checks(config, "bf16", "bf16")),
         ProgramCase(GreedySample.name, _sampling_checks(config, lambda *of: GreedySample(GreedySampleSpec.of(*of)))),
         ProgramCase(TopkSelect.name, _sampling_checks(config, lambda *of: TopkSelect(TopkSelectSpec.of(*of)))),
         ProgramCase(EmbeddingGather.name, _embedding_checks(config)),
@@ -175,6 +178,27 @@ def _prefill_layer_checks(config: ModelConfig, down: DownDtype, weights: WeightF
         Check("small", PrefillLayer(small), ALL_PASSES),
         Check("own width", PrefillLayer(own), EARLY_PASSES, _early_note(config)),
         Check("simulated", PrefillLayer(served), None),
+    )
+
+
+def _prefill_step_checks(config: ModelConfig, down: DownDtype, weights: WeightForm = "int8") -> tuple[Check, ...]:
+    # As in the layer: a chunk behind cached tokens that crosses into a page, and a prompt of one token.
+    small = PrefillStepSpec.of(
+        replace(_small_config(config), vocab_size=300),
+        down,
+        ((127, 2), (0, 1)),
+        layers=2,
+        window_rows=BATCH_WINDOW_ROWS,
+        chunk_tokens=128,
+        weights=weights,
+    )
+    cut, notes = _with_affordable_vocabulary(config)
+    layers = min(SIMULATED_STEP_LAYERS, config.num_layers)
+    served = PrefillStepSpec.of(cut, down, ((0, SIMULATED_PROMPT_TOKENS),), layers=layers, weights=weights)
+    notes.insert(0, f"{layers} of {config.num_layers} layers")
+    return (
+        Check("small", PrefillStep(small), ALL_PASSES),
+        Check("simulated", PrefillStep(served), None, "; ".join(notes)),
     )
 
 

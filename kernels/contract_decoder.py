@@ -67,6 +67,7 @@ def decoder_contract(family: Family, down: DownDtype) -> Contract:
         stages=(
             EMBEDDING_GATHER,
             _prefill_layer(by_name),
+            _prefill_step(by_name),
             _decode_layer(by_name),
             _decode_step(by_name),
             LM_HEAD_GREEDY,
@@ -211,6 +212,23 @@ def _prefill_layer(slabs: dict[str, SlabSpec]) -> Stage:
             StageArgument("out", "BF16", ("T", "H"), "out"),
         ),
         note="sequences packed token-major; row_starts has one entry more than there are sequences",
+    )
+
+
+def _prefill_step(slabs: dict[str, SlabSpec]) -> Stage:
+    return Stage(
+        "prefill_step",
+        (
+            StageArgument("x", "BF16", ("T", "H"), "inout"),
+            *(_stacked_argument(name, slabs.get(slab)) for name, slab in _STACKED_WEIGHTS),
+            *_HEAD_AND_EMBEDDING,
+            *_PROMPTS,
+            *_CACHES,
+            StageArgument("logits", "FP32", ("B", "W"), "out"),
+            StageArgument("ids", "INT32", ("B", "1"), "out"),
+            StageArgument("next_rows", "BF16", ("B", "H"), "out"),
+        ),
+        note="all layers, and the LM head on each sequence's last row; next_rows are the embedding rows of the ids",
     )
 
 

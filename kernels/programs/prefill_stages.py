@@ -1,4 +1,4 @@
-"""The stages of a decoder layer over packed chunks of prompts, inlined by `prefill_layer`.
+"""The stages of a decoder layer over packed chunks of prompts, inlined by `prefill_layer` and `prefill_step`.
 
 Four loops, joined by scratch arguments: windows of rows are projected; blocks of keys and values go to their pages;
 blocks of queries attend, head by head; windows of rows are finished. A block is what a chunk has in one page of

@@ -14,6 +14,7 @@ from kernels.programs.linear import LinearW8A8, LinearW8A8Spec
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.programs.paged_attention import PagedAttention, PagedAttentionSpec
 from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
+from kernels.programs.prefill_step import PrefillStep, PrefillStepSpec
 from kernels.programs.sampling import GreedySample, GreedySampleSpec, TopkSelect, TopkSelectSpec
 from kernels.programs.turboquant_attention import TurboQuantAttention, TurboQuantAttentionSpec
 from kernels.programs.turboquant_encode import TurboQuantEncode, TurboQuantEncodeSpec
@@ -47,6 +48,11 @@ def _prefill_layer_spec(spec: Mapping[str, Any]) -> PrefillLayerSpec:
     return PrefillLayerSpec(**{**spec, "chunks": chunks, "rope_scaling": _rope_scaling(spec)})
 
 
+def _prefill_step(spec: dict[str, Any]) -> PrefillStep:
+    layer, head = _prefill_layer_spec(spec.pop("layer")), LmHeadSpec(**spec.pop("head"))
+    return PrefillStep(PrefillStepSpec(layer, head, **spec))
+
+
 def _paged_attention(spec: dict[str, Any]) -> PagedAttention:
     return PagedAttention(PagedAttentionSpec(**{**spec, "contexts": tuple(spec["contexts"])}))
 
@@ -63,6 +69,7 @@ def _rope_scaling(spec: Mapping[str, Any]) -> RopeScaling | None:
 _READERS: dict[str, Callable[[dict[str, Any]], Program]] = {
     DecodeLayer.name: lambda spec: DecodeLayer(_decode_layer_spec(spec)),
     PrefillLayer.name: lambda spec: PrefillLayer(_prefill_layer_spec(spec)),
+    PrefillStep.name: _prefill_step,
     LmHeadGreedy.name: lambda spec: LmHeadGreedy(LmHeadSpec(**spec)),
     DecodeStep.name: _decode_step,
     PagedAttention.name: _paged_attention,

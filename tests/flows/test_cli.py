@@ -140,9 +140,9 @@ def test_programs_list_names_shapes() -> None:
     programs = run_json("programs", "list", "--model", "qwen3-14b")["programs"]
     names = [program["name"] for program in programs]
     assert names[:3] == ["decode_layer", "lm_head_greedy", "decode_step"]
-    assert {"prefill_layer", "greedy_sample", "topk_select", "embedding_gather"} < set(names)
+    assert {"prefill_layer", "prefill_step", "greedy_sample", "topk_select", "embedding_gather"} < set(names)
     assert {"turboquant_encode", "turboquant_attention"} < set(names)
-    assert {f"{name}_bf16" for name in ("decode_layer", "decode_step", "prefill_layer")} < set(names)
+    assert {f"{name}_bf16" for name in ("decode_layer", "decode_step", "prefill_layer", "prefill_step")} < set(names)
 
 
 def test_hugging_faces_kernels_distribution_is_refused(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from kernels.programs.embedding import EmbeddingGather, EmbeddingGatherSpec
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.programs.paged_attention import PagedAttention, PagedAttentionSpec
 from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
+from kernels.programs.prefill_step import PrefillStep, PrefillStepSpec
 from kernels.programs.registry import PROGRAM_NAMES
 from kernels.programs.sampling import GreedySample, GreedySampleSpec, TopkSelect, TopkSelectSpec
 from kernels.stage_contract import Contract, Stage
@@ -68,6 +69,7 @@ def test_our_stages_are_what_the_programs_take(family: str, down: str) -> None:
     programs: list[Program] = [
         EmbeddingGather(EmbeddingGatherSpec.of(config, 7)),
         PrefillLayer(PrefillLayerSpec.of(config, down, ((0, 7),))),  # type: ignore[arg-type]
+        PrefillStep(PrefillStepSpec.of(config, down, ((0, 7),))),  # type: ignore[arg-type]
         DecodeLayer(DecodeLayerSpec.of(config, down, (1,) * 7)),  # type: ignore[arg-type]
         DecodeStep(DecodeStepSpec.of(config, down, (1,) * 7)),  # type: ignore[arg-type]
         LmHeadGreedy(LmHeadSpec.of(config, batch_rows=7)),

@@ -338,9 +338,9 @@ def test_the_catalog_lists_14b_at_its_own_widths_and_at_the_serving_shape() -> N
     assert [check.kind for check in step.checks] == ["small", "simulated"]
     assert "2 of 40 layers" in step.checks[1].note
     by_name = {case.name: case for case in others}
-    assert {"prefill_layer", "greedy_sample", "topk_select", "embedding_gather"} < set(by_name)
+    assert {"prefill_layer", "prefill_step", "greedy_sample", "topk_select", "embedding_gather"} < set(by_name)
     assert {"turboquant_encode", "turboquant_attention"} < set(by_name)
-    for name in ("decode_layer_bf16", "decode_step_bf16", "prefill_layer_bf16"):
+    for name in ("decode_layer_bf16", "decode_step_bf16", "prefill_layer_bf16", "prefill_step_bf16"):
         spec = by_name[name].checks[0].program.spec.to_json()
         assert spec.get("layer", spec)["weights"] == "bf16"
     assert {"decode_layer", "lm_head_greedy"} == set(SERVED_NAMES)
