@@ -76,7 +76,7 @@ def decoder_contract(family: Family, down: DownDtype) -> Contract:
             PAGED_ATTENTION,
         ),
         execution=(
-            ("prefill", ("embedding_gather", "prefill_layer", "lm_head_greedy")),
+            ("prefill", ("embedding_gather", "prefill_step")),
             ("decode", ("decode_step",)),
         ),
     )
