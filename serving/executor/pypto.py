@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from serving.errors import ExecutorError
 from serving.executor.base import PAGE_TOKENS, Chunk
 from serving.executor.step import StepRows, plan_step
 
-__all__ = ["HostPrograms", "PyptoExecutor", "Window", "npu_available"]
+__all__ = ["HostPrograms", "Prompts", "PyptoExecutor", "RunsPrompts", "Window", "npu_available"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,27 @@ class Programs(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """A step's chunks whole: hidden rows BF16 `[rows, hidden]`; per sequence what it has and brings, and its pages.
+
+    `chunks` are pairs (tokens in the cache, new tokens), whose rows stand one behind the other in `x`.
+    """
+
+    x: Tensor
+    chunks: tuple[tuple[int, int], ...]
+    pages: list[list[int]]
+
+
+@runtime_checkable
+class RunsPrompts(Protocol):
+    """Programs that take prompts whole."""
+
+    def run_prompts(self, prompts: Prompts) -> Tensor:
+        """Write the rows' keys and values; returns the last rows' logits FP32 `[sequences, real_vocab]`."""
+        ...
+
+
 class PyptoExecutor:
     """An `Executor` that computes with the PyPTO programs."""
 
@@ -87,6 +109,8 @@ class PyptoExecutor:
         if self._programs is None:
             raise ExecutorError("the executor is closed")
         step = plan_step(batch, self.config, self.num_pages, self.max_context_tokens)
+        if isinstance(self._programs, RunsPrompts) and _has_prompts(batch):
+            return self._run_prompts(self._programs, step, batch)
         logits = [torch.empty(0, self._real_vocab)]
         for part in step.split(BATCH_WINDOW_ROWS):
             wanted = part.logit_rows.to(torch.int64)
@@ -97,6 +121,18 @@ class PyptoExecutor:
             if rows is not None:
                 logits.append(rows[wanted])
         return torch.cat(logits)
+
+    def _run_prompts(self, programs: RunsPrompts, step: StepRows, batch: Sequence[Chunk]) -> Tensor:
+        prompts = Prompts(
+            x=self._embedding[step.token_ids.to(torch.int64)],
+            chunks=tuple((chunk.start_position, len(chunk.token_ids)) for chunk in batch),
+            pages=[_pages(chunk) for chunk in batch],
+        )
+        try:
+            logits = programs.run_prompts(prompts)
+        except KernelsError as error:
+            raise ExecutorError(f"the PyPTO programs failed: {error}") from error
+        return logits[[index for index, chunk in enumerate(batch) if chunk.logits == "last"]]
 
     def close(self) -> None:
         """Release weights and caches."""
@@ -208,6 +244,16 @@ class HostPrograms:
         head = LmHeadGreedy(LmHeadSpec.of(self._slabs.config, BATCH_WINDOW_ROWS))
         bindings = {"x": "window", "weight": "lm_head_weight", "final_norm": "final_norm"}
         return Call(head, bindings, {"logits": "logits"})
+
+
+def _has_prompts(batch: Sequence[Chunk]) -> bool:
+    """Whether a batch brings prompts (several tokens of a sequence), of which at most the last rows' logits count."""
+    return any(len(chunk.token_ids) > 1 for chunk in batch) and all(chunk.logits != "all" for chunk in batch)
+
+
+def _pages(chunk: Chunk) -> list[int]:
+    """The pages that a chunk's sequence has up to the chunk's last token."""
+    return list(chunk.pages[: -(-(chunk.start_position + len(chunk.token_ids)) // PAGE_TOKENS)])
 
 
 def npu_available() -> bool:

@@ -20,6 +20,7 @@ from serving.errors import ExecutorError
 from serving.executor.base import PAGE_TOKENS, Chunk
 from serving.executor.cpu import CpuExecutor
 from serving.executor.pypto import HostPrograms, PyptoExecutor
+from serving.executor.pypto_prompts import HostPromptPrograms
 from tests.slab_tools import stage
 from tests.tiny_models import make_tiny_llama, make_tiny_qwen3
 
@@ -84,6 +85,20 @@ def test_a_whole_step_gives_what_its_parts_give(slabs: Slabs) -> None:
     opened = PyptoExecutor(slabs, PAGES, HostPrograms(slabs, PAGES, whole_steps=True))
     expected = golden_executor(slabs).forward(batch)
     assert torch.allclose(opened.forward(batch), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_prompts_through_prefill_step_give_the_goldens_logits(slabs: Slabs) -> None:
+    """Two prompts; then one of them goes on beside a decode row, both in the call; then both decode."""
+    opened, golden = PyptoExecutor(slabs, PAGES, HostPromptPrograms(slabs, PAGES)), golden_executor(slabs)
+    for batch in (
+        [Chunk([5, 7, 9], 0, [1]), Chunk([11, 13], 0, [3], logits="none")],
+        [Chunk([17], 3, [1]), Chunk([19, 23, 29], 2, [3])],
+        [Chunk([31], 4, [1]), Chunk([37], 5, [3])],
+    ):
+        found, expected = opened.forward(batch), golden.forward(batch)
+        assert found.shape == expected.shape
+        assert torch.allclose(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
