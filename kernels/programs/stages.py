@@ -93,7 +93,8 @@ def down(spec: Any, slabs: Slabs, left: blocks.Operand, residual: Any, valid_row
     tile = LayerTiles(spec, rows).down()
     weight, scale = slabs.matrix("w_down", spec.intermediate_size), slabs.vector("w_down_scale")
     value = blocks.linear(left, weight, scale, tile, valid_rows)
-    return blocks.to_bf16(pypto.add(residual, value))
+    # The residual was made in tiles of whole rows, of which a window's last may have no valid row.
+    return blocks.to_bf16(pypto.add(blocks.whole(residual, valid_rows), value))
 
 
 def _normed(spec: Any, x_fp32: Any, gamma: Any, valid_rows: Any) -> blocks.Operand:
