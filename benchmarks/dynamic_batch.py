@@ -25,6 +25,7 @@ from kernels.programs.base import Program
 from kernels.programs.embedding import EmbeddingGather, EmbeddingGatherSpec
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
+from kernels.programs.prefill_step import PrefillStep, PrefillStepSpec
 from kernels.programs.registry import program_to_json
 from kernels.programs.sampling import GreedySample, GreedySampleSpec, TopkSelect, TopkSelectSpec
 from kernels.runner_process import run_request, runner_folder
@@ -46,8 +47,16 @@ def prefill_layer(rows: int) -> PrefillLayer:
     )
 
 
+def prefill_step(rows: int) -> PrefillStep:
+    """The same rows through two layers, and the LM head on each sequence's last."""
+    layer = prefill_layer(rows).spec
+    head = LmHeadSpec(64, VOCAB, PADDED, 1e-6, len(layer.chunks), 128)
+    return PrefillStep(PrefillStepSpec(layer, head, layers=2))
+
+
 PROGRAMS: dict[str, Callable[[int], Program]] = {
     "prefill_layer": prefill_layer,
+    "prefill_step": prefill_step,
     "lm_head_greedy": lambda rows: LmHeadGreedy(LmHeadSpec(64, VOCAB, PADDED, 1e-6, rows, 128)),
     "greedy_sample": lambda rows: GreedySample(GreedySampleSpec(PADDED, VOCAB, rows, 128)),
     "topk_select": lambda rows: TopkSelect(TopkSelectSpec(PADDED, VOCAB, rows, 128)),
