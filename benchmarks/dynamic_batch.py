@@ -20,9 +20,13 @@ from collections.abc import Callable
 from typing import Any
 
 from kernels.calculator import build_calculator
+from kernels.goldens import PAGE_TOKENS
 from kernels.guard import run_guarded
 from kernels.programs.base import Program
+from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
+from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
 from kernels.programs.embedding import EmbeddingGather, EmbeddingGatherSpec
+from kernels.programs.layer_slabs import WeightForm
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
 from kernels.programs.prefill_step import PrefillStep, PrefillStepSpec
@@ -33,6 +37,7 @@ from kernels.verdict import read_simulated_us
 
 BATCHES = (1, 2, 3, 5, 8, 15, 16, 17, 33)
 VOCAB, PADDED = 301, 512
+STEPS = 2
 TIMEOUT_S = 600.0
 RECOMPILES = 8
 """How often the first batch is compiled again to find a digest."""
@@ -54,7 +59,22 @@ def prefill_step(rows: int) -> PrefillStep:
     return PrefillStep(PrefillStepSpec(layer, head, layers=2))
 
 
+def decode_layer_spec(rows: int, weights: WeightForm = "int8") -> DecodeLayerSpec:
+    """Contexts that end within a page, at its end, and in the next."""
+    contexts = tuple((1, 130, 128, 5)[row % 4] for row in range(rows))
+    pages = 1 + sum(-(-(tokens + STEPS - 1) // PAGE_TOKENS) for tokens in contexts)
+    return DecodeLayerSpec(64, 96, 2, 1, 16, 1e-6, 1e4, True, True, weights, rows, pages, contexts, weights=weights)
+
+
+def decode_step(rows: int) -> DecodeStep:
+    """Two steps through two layers."""
+    return DecodeStep(DecodeStepSpec(decode_layer_spec(rows), LmHeadSpec(64, VOCAB, PADDED, 1e-6, rows, 128), 2, STEPS))
+
+
 PROGRAMS: dict[str, Callable[[int], Program]] = {
+    "decode_layer": lambda rows: DecodeLayer(decode_layer_spec(rows)),
+    "decode_layer_bf16": lambda rows: DecodeLayer(decode_layer_spec(rows, "bf16")),
+    "decode_step": decode_step,
     "prefill_layer": prefill_layer,
     "prefill_step": prefill_step,
     "lm_head_greedy": lambda rows: LmHeadGreedy(LmHeadSpec(64, VOCAB, PADDED, 1e-6, rows, 128)),

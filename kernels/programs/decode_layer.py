@@ -1,7 +1,9 @@
 """`decode_layer`: one whole decoder layer, W8A8 or BF16, over a batch of single tokens, as a program with its golden.
 
-In: the rows' BF16 hidden states, the layer's slabs, RoPE rows, cache slots, block table and context lengths. Out: the
-layer's hidden states, and the two caches with the rows' keys and values written. Batch mates are independent rows.
+In: the BF16 hidden states of any number of rows, the layer's slabs, RoPE rows, cache slots, block table and context
+lengths. Out: the layer's hidden states, and the two caches with the rows' keys and values written. Rows are worked in
+windows of 16, one after the other: a row may attend to what the rows before it and the rest of its window write. So
+rows of one sequence may stand in one batch, in the order of their positions.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.contract import BATCH_WINDOW_ROWS as WINDOW_ROWS
 from kernels.errors import ProgramError
 from kernels.goldens import PAGE_TOKENS, LayerShape, LayerWeights, TokenRows, attention_inputs, decoder_layer
-from kernels.programs.base import Argument, Program, ProgramSpec
+from kernels.programs.base import Argument, Program, ProgramSpec, check_rows
 from kernels.programs.layer_slabs import (
     PLACEHOLDER_COLUMNS,
     WeightForm,
@@ -30,14 +33,16 @@ from quantize.rope import RopeScaling
 
 __all__ = ["DecodeLayer", "DecodeLayerSpec", "layer_arguments", "row_arguments"]
 
+_ROWS = ("cos", "sin", "slots", "context_tokens", "block_table")
+
 
 @dataclass(frozen=True)
 class DecodeLayerSpec(ProgramSpec):
-    """Shape of one decode layer over `batch_rows` tokens; the kernel depends on neither `pages` nor `contexts`.
+    """Shape of one decode layer; the kernel depends on neither `batch_rows` nor `pages` nor `contexts`.
 
-    `contexts` are the rows' context lengths in tokens, the new token included; `pages` the pages of the cache. Both
-    shape the sample inputs, where every row has pages of its own. BF16 `weights` stand for BF16 activations too, and
-    need a BF16 `down`.
+    `contexts` are the context lengths of `batch_rows` rows in tokens, the new token included; `pages` the pages of the
+    cache. They shape the sample inputs, where every row has pages of its own. BF16 `weights` stand for BF16 activations
+    too, and need a BF16 `down`.
     """
 
     hidden_size: int
@@ -120,25 +125,25 @@ class DecodeLayer(Program):
         """Hidden rows, slabs of the layer, row data, caches, scratch and output."""
         s = self.spec
         fp32, bf16, int32 = torch.float32, torch.bfloat16, torch.int32
-        hidden, kv, batch = s.hidden_size, s.kv_size, s.batch_rows
+        hidden, kv, window_heads = s.hidden_size, s.kv_size, WINDOW_ROWS * s.num_heads
         return (
-            Argument("x", bf16, (batch, hidden)),
+            Argument("x", bf16, (None, hidden)),
             *slab_arguments(s),
-            Argument("cos", fp32, (batch, s.head_dim)),
-            Argument("sin", fp32, (batch, s.head_dim)),
-            Argument("slots", int32, (batch, 1)),
-            Argument("context_tokens", int32, (batch,)),
-            Argument("block_table", int32, (batch, None)),
+            Argument("cos", fp32, (None, s.head_dim)),
+            Argument("sin", fp32, (None, s.head_dim)),
+            Argument("slots", int32, (None, 1)),
+            Argument("context_tokens", int32, (None,)),
+            Argument("block_table", int32, (None, None)),
             Argument("k_cache", bf16, (None, kv), "inout"),
             Argument("v_cache", bf16, (None, kv), "inout"),
-            Argument("q_rows", bf16, (batch * s.num_heads, kv), "scratch"),
-            Argument("context_rows", bf16, (batch * s.num_heads, s.head_dim), "scratch"),
-            Argument("out", bf16, (batch, hidden), "out"),
+            Argument("q_rows", bf16, (window_heads, kv), "scratch"),
+            Argument("context_rows", bf16, (window_heads, s.head_dim), "scratch"),
+            Argument("out", bf16, (None, hidden), "out"),
         )
 
     def check_tiles(self) -> None:
-        """The tiles around every matmul, with all rows in one window."""
-        check_layer_tiles(self.spec, self.spec.batch_rows)
+        """The tiles around every matmul, over a window of rows."""
+        check_layer_tiles(self.spec, WINDOW_ROWS)
 
     def sample_inputs(self, seed: int) -> dict[str, Tensor]:
         """Random slabs, hidden rows and cache contents; pages in shuffled order, so that a wrong page shows."""
@@ -154,17 +159,20 @@ class DecodeLayer(Program):
     def shape_inputs(self) -> dict[str, Tensor]:
         """Zeros, but for the rows' lengths, slots and pages."""
         s = self.spec
-        slots = s.pages * PAGE_TOKENS
+        rows = {"x": s.batch_rows, "out": s.batch_rows}
         tensors = {
-            a.name: torch.zeros([slots if size is None else size for size in a.shape], dtype=a.dtype)
+            a.name: torch.zeros(
+                [rows.get(a.name, s.pages * PAGE_TOKENS) if size is None else size for size in a.shape], dtype=a.dtype
+            )
             for a in self.arguments()
         }
         tensors.update(self._sample_rows(list(range(s.pages))))
         return tensors
 
     def units(self) -> int:
-        """Prologue, one body per page of every row, output projection, gate and up, down."""
-        return 4 + sum(-(-tokens // PAGE_TOKENS) for tokens in self.spec.contexts)
+        """For every window prologue, output projection, gate and up, down; one body per page of every row."""
+        windows = -(-self.spec.batch_rows // WINDOW_ROWS)
+        return 4 * windows + sum(-(-tokens // PAGE_TOKENS) for tokens in self.spec.contexts)
 
     def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The golden layer on copies of the caches, and the query rows that the prologue hands to attention."""
@@ -173,7 +181,13 @@ class DecodeLayer(Program):
         k_cache, v_cache = tensors["k_cache"].clone(), tensors["v_cache"].clone()
         query, _, _ = attention_inputs(tensors["x"], weights, s.layer_shape, rows)
         out = decoder_layer(tensors["x"], weights, s.layer_shape, rows, k_cache, v_cache)
-        return {"k_cache": k_cache, "v_cache": v_cache, "q_rows": spread_queries(query, s.num_kv_heads), "out": out}
+        # Every window takes the scratch of the one before.
+        spread = tensors["q_rows"].clone()
+        spread_rows = spread_queries(query, s.num_kv_heads)
+        for first in range(0, spread_rows.shape[0], spread.shape[0]):
+            of_window = spread_rows[first : first + spread.shape[0]]
+            spread[: of_window.shape[0]] = of_window
+        return {"k_cache": k_cache, "v_cache": v_cache, "q_rows": spread, "out": out}
 
     def tolerances(self) -> dict[str, str]:
         """The attention's FP32 sums may run in another order; so may those of BF16 weights, INT8 ones are exact."""
@@ -184,11 +198,19 @@ class DecodeLayer(Program):
         """Every slab once, the hidden rows in and out, and each row's keys and values (read, and one row written)."""
         skipped = {"k_cache", "v_cache", "q_rows", "context_rows"}
         fixed = sum(t.numel() * t.element_size() for name, t in tensors.items() if name not in skipped)
-        cached_tokens = int(tensors["context_tokens"].sum()) + self.spec.batch_rows
+        cached_tokens = int(tensors["context_tokens"].sum()) + tensors["x"].shape[0]
         return fixed + 2 * cached_tokens * self.spec.kv_size * tensors["k_cache"].element_size()
 
     def check_values(self, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse slots, pages and lengths outside the cache, which the kernel would skip or read as zeros."""
+        """Refuse slots, pages and lengths outside the cache, which the kernel would skip or read as zeros.
+
+        So is a row that attends to what a row of a later window writes.
+        """
+        check_rows(self.name, tensors, ("x", *_ROWS, "out"))
+        self.check_row_values(tensors)
+
+    def check_row_values(self, tensors: Mapping[str, Tensor]) -> None:
+        """As `check_values`, of row data whose number of rows has been checked."""
         cache_slots = tensors["k_cache"].shape[0]
         slots, table = tensors["slots"].flatten().tolist(), tensors["block_table"]
         lengths = tensors["context_tokens"].tolist()
@@ -207,6 +229,7 @@ class DecodeLayer(Program):
                 problems.append(f"row {row}: pages {pages} are not all in the cache of {cache_slots // PAGE_TOKENS}")
             elif slots[row] != pages[-1] * PAGE_TOKENS + (length - 1) % PAGE_TOKENS:
                 problems.append(f"row {row}: slot {slots[row]} is not where token {length - 1} of pages {pages} stands")
+        problems = problems or _read_before_written(slots, lengths, table)
         if problems:
             raise ProgramError(f"{self.name} cannot be called: " + "; ".join(problems))
 
@@ -233,6 +256,22 @@ class DecodeLayer(Program):
             cos=tensors["cos"],
             sin=tensors["sin"],
         )
+
+
+def _read_before_written(slots: list[int], lengths: list[int], table: Tensor) -> list[str]:
+    """Rows that attend to a key which a row of a later window writes, as messages."""
+    problems = []
+    for row, length in enumerate(lengths):
+        first_later = (row // WINDOW_ROWS + 1) * WINDOW_ROWS
+        pages = table[row, : -(-length // PAGE_TOKENS)].tolist()
+        for later in range(first_later, len(slots)):
+            page, offset = divmod(slots[later], PAGE_TOKENS)
+            if page in pages and pages.index(page) * PAGE_TOKENS + offset < length:
+                problems.append(
+                    f"row {row} attends to slot {slots[later]}, which row {later} of a later window of {WINDOW_ROWS} "
+                    "rows writes; put the rows of a sequence in the order of their positions"
+                )
+    return problems
 
 
 def spread_queries(query: Tensor, kv_heads: int) -> Tensor:

@@ -8,11 +8,13 @@ symbolic.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pypto
 
+from kernels.contract import BATCH_WINDOW_ROWS as WINDOW_ROWS
 from kernels.goldens import PAGE_TOKENS
 from kernels.programs import blocks, stages
 from kernels.programs.decode_attention import NO_SCOPE, attend_row, spread_queries
@@ -28,7 +30,7 @@ class LayerAt:
     """Where a layer's stages work: numbers that may be symbolic.
 
     `layer` is the index in the stacked slabs, `first_slot` the first cache row of the layer, `slots_row` the first row
-    of its `slots`, and `first_row` the first of the window's rows in the per-token arguments (`cos`, `sin`,
+    of its `slots`, and `first_row` the first row of the batch in the per-token arguments (`cos`, `sin`,
     `context_tokens`).
     """
 
@@ -38,51 +40,77 @@ class LayerAt:
     first_row: Any = 0
 
 
+@dataclass(frozen=True)
+class Window:
+    """The window of 16 rows of a batch that starts at row `first`, of which the first `valid` are in the batch."""
+
+    first: Any
+    valid: Any
+
+    def view(self, tensor: Any, width: int, start: Any = 0) -> Any:
+        """The window's rows of a 2-D tensor in which the batch starts at row `start`."""
+        return pypto.view(tensor, [WINDOW_ROWS, width], [start + self.first, 0], valid_shape=[self.valid, width])
+
+
+def windows(batch: Any) -> Iterator[Window]:
+    """Loop over the windows of `batch` rows; the next waits for the one before, whose scratch it takes."""
+    count = (batch + WINDOW_ROWS - 1) // WINDOW_ROWS
+    for index in pypto.loop(0, count, 1, name="WINDOWS", idx_name="window", submit_before_loop=True):
+        first = index * WINDOW_ROWS
+        yield Window(first, pypto.min(batch - first, WINDOW_ROWS))
+
+
 def layer_stages(spec: DecodeLayerSpec, at: LayerAt, tensors: Any, x: Any, out: Any) -> None:
     """Run the layer at `at` on hidden rows `x` and write its hidden rows to `out`, which may be `x` itself.
 
     `tensors` holds the program's arguments as attributes.
     """
-    batch, hidden, inter = spec.batch_rows, spec.hidden_size, spec.intermediate_size
+    for window in windows(x.shape[0]):
+        _window_stages(spec, at, window, tensors, x, out)
+
+
+def _window_stages(spec: DecodeLayerSpec, at: LayerAt, window: Window, tensors: Any, x: Any, out: Any) -> None:
+    hidden, inter, valid = spec.hidden_size, spec.intermediate_size, window.valid
     slabs = stages.Slabs(tensors, at.layer)
     for _ in pypto.loop(0, 1, 1, name="PROLOGUE", idx_name="prologue", submit_before_loop=True):
-        _prologue(spec, at, tensors, slabs, x)
-    for row in pypto.loop(0, batch, 1, name="ROWS", idx_name="row", submit_before_loop=True):
-        tokens = tensors.context_tokens[at.first_row + row]
+        _prologue(spec, at, window, tensors, slabs, x)
+    for row in pypto.loop(0, valid, 1, name="ROWS", idx_name="row", submit_before_loop=True):
+        tokens = tensors.context_tokens[at.first_row + window.first + row]
 
         def page_slot(page: Any, row: Any = row) -> Any:
-            return tensors.block_table[row, page] * PAGE_TOKENS + at.first_slot
+            return tensors.block_table[window.first + row, page] * PAGE_TOKENS + at.first_slot
 
         attend_row(spec, row, tokens, page_slot, tensors)
-    residual = pypto.tensor([batch, hidden], pypto.DT_FP32, "residual")
+    residual = pypto.tensor([WINDOW_ROWS, hidden], pypto.DT_FP32, "residual")
     left = _operand_tensors(spec)
-    activated = pypto.tensor([batch, inter], pypto.DT_BF16, "activated")
+    activated = pypto.tensor([WINDOW_ROWS, inter], pypto.DT_BF16, "activated")
     for _ in pypto.loop(0, 1, 1, name="OUTPUT", idx_name="output", submit_before_loop=True):
         pypto.set_vec_tile_shapes(spec.num_heads, spec.head_dim)
-        context = pypto.reshape(tensors.context_rows, [batch, spec.q_size])
-        value, normed = stages.output(spec, slabs, x, context)
+        context = pypto.reshape(tensors.context_rows, [WINDOW_ROWS, spec.q_size])
+        value, normed = stages.output(spec, slabs, window.view(x, hidden), context, valid)
         _keep(normed, left)
         # A value that is assigned is used up, and this one was normalised too.
         residual[:] = pypto.add(value, 0.0)
     for _ in pypto.loop(0, 1, 1, name="UP", idx_name="up", submit_before_loop=True):
         # Tasks that read the same rows are merged, so that each core has one.
-        columns = LayerTiles(spec, batch).up().n
+        columns = LayerTiles(spec, WINDOW_ROWS).up().n
         pypto.set_pass_options(cube_l1_reuse_setting={-1: tasks_per_core(columns, inter, inter)})
-        activated[:] = stages.up(spec, slabs, left)
+        activated[:] = stages.up(spec, slabs, _valid(left, valid), valid)
     for _ in pypto.loop(0, 1, 1, name="DOWN", idx_name="down", submit_before_loop=True):
         pypto.set_pass_options(sg_set_scope=QUANTIZE_SCOPE)
-        quantized = blocks.operand(activated, spec.down)
+        quantized = blocks.operand(blocks.whole(activated, valid), spec.down, valid)
         pypto.set_pass_options(sg_set_scope=NO_SCOPE)
-        out[:] = stages.down(spec, slabs, quantized, residual)
+        finished = stages.down(spec, slabs, quantized, blocks.whole(residual, valid), valid)
+        pypto.assemble(finished, [window.first, 0], out)
 
 
 def _operand_tensors(spec: DecodeLayerSpec) -> blocks.Operand:
     """Room for the MLP's operand, which crosses from one loop to the next."""
-    shape = [spec.batch_rows, spec.hidden_size]
+    shape = [WINDOW_ROWS, spec.hidden_size]
     if spec.weights == "bf16":
         return blocks.Operand(pypto.tensor(shape, pypto.DT_BF16, "normed"))
     return blocks.Operand(
-        pypto.tensor(shape, pypto.DT_INT8, "codes"), pypto.tensor([spec.batch_rows, 1], pypto.DT_FP32, "scale")
+        pypto.tensor(shape, pypto.DT_INT8, "codes"), pypto.tensor([WINDOW_ROWS, 1], pypto.DT_FP32, "scale")
     )
 
 
@@ -93,18 +121,21 @@ def _keep(value: blocks.Operand, room: blocks.Operand) -> None:
         room.scale[:] = value.scale
 
 
-def _prologue(spec: DecodeLayerSpec, at: LayerAt, tensors: Any, slabs: stages.Slabs, x: Any) -> None:
+def _valid(kept: blocks.Operand, valid: Any) -> blocks.Operand:
+    """An operand's room with the rows stated that are valid."""
+    scale = None if kept.scale is None else blocks.whole(kept.scale, valid)
+    return blocks.Operand(blocks.whole(kept.values, valid), scale)
+
+
+def _prologue(spec: DecodeLayerSpec, at: LayerAt, window: Window, tensors: Any, slabs: stages.Slabs, x: Any) -> None:
     """Project the rows, spread their queries, and write their keys and values to their slots."""
-    batch, dim = spec.batch_rows, spec.head_dim
-    cos = pypto.view(tensors.cos, [batch, dim], [at.first_row, 0])
-    sin = pypto.view(tensors.sin, [batch, dim], [at.first_row, 0])
-    if not isinstance(at.first_row, int):
-        # A view at a symbolic row that is reshaped is copied in pieces, every half of every row in a task of its own.
-        pypto.set_vec_tile_shapes(batch, dim)
-        cos, sin = pypto.mul(cos, 1.0), pypto.mul(sin, 1.0)
-    q, k, v = stages.project(spec, slabs, x, cos, sin)
+    dim = spec.head_dim
+    # A view at a symbolic row that is reshaped is copied in pieces, every half of every row in a task of its own.
+    pypto.set_vec_tile_shapes(WINDOW_ROWS, dim)
+    cos, sin = (pypto.mul(window.view(table, dim, at.first_row), 1.0) for table in (tensors.cos, tensors.sin))
+    q, k, v = stages.project(spec, slabs, window.view(x, spec.hidden_size), cos, sin, window.valid)
     spread_queries(q, spec.num_kv_heads, tensors.q_rows)
     pypto.set_vec_tile_shapes(1, spec.kv_size)
-    slots = pypto.view(tensors.slots, [batch, 1], [at.slots_row, 0])
+    slots = window.view(tensors.slots, 1, at.slots_row)
     tensors.k_cache[:] = pypto.scatter_update(tensors.k_cache, -2, slots, k)
     tensors.v_cache[:] = pypto.scatter_update(tensors.v_cache, -2, slots, v)

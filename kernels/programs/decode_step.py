@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kernels.contract import BATCH_WINDOW_ROWS as WINDOW_ROWS
 from kernels.errors import ProgramError
 from kernels.goldens import PAGE_TOKENS, TokenRows, decoder_layers, next_tokens
 from kernels.programs.base import Argument, Program, ProgramSpec
@@ -37,10 +38,10 @@ _CACHES = ("k_cache", "v_cache")
 
 @dataclass(frozen=True)
 class DecodeStepSpec(ProgramSpec):
-    """Shape of the steps over `layer.batch_rows` tokens; the kernel depends on neither `layers` nor `steps`.
+    """Shape of the steps; the kernel depends on neither `layers` nor `steps` nor the number of rows.
 
-    `layer.contexts` are the rows' context lengths in the first step; they grow by one a step. `layers` and `steps`
-    shape the sample inputs.
+    `layer.contexts` are the context lengths of `layer.batch_rows` rows in the first step; they grow by one a step.
+    They, `layers` and `steps` shape the sample inputs.
     """
 
     layer: DecodeLayerSpec
@@ -84,7 +85,7 @@ class DecodeStepSpec(ProgramSpec):
             pages = 1 + sum(-(-(tokens + steps - 1) // PAGE_TOKENS) for tokens in contexts)
         return cls(
             layer=DecodeLayerSpec.of(config, down, contexts, pages, weights),
-            head=LmHeadSpec.of(config, len(contexts), chunk_tokens, window_rows=len(contexts)),
+            head=LmHeadSpec.of(config, len(contexts), chunk_tokens),
             layers=config.num_layers if layers is None else layers,
             steps=steps,
         )
@@ -155,8 +156,14 @@ class DecodeStep(Program):
 
     def units(self) -> int:
         """For each step the layers' bodies, and the LM head's."""
-        pages = [-(-tokens // PAGE_TOKENS) for step in range(self.spec.steps) for tokens in self.spec.contexts_at(step)]
-        return self.spec.steps * (4 * self.spec.layers + self._head.units()) + self.spec.layers * sum(pages)
+        s = self.spec
+        pages = [-(-tokens // PAGE_TOKENS) for step in range(s.steps) for tokens in s.contexts_at(step)]
+        windows = -(-s.layer.batch_rows // WINDOW_ROWS)
+        return s.steps * (4 * s.layers * windows + self._head.units()) + s.layers * sum(pages)
+
+    def dynamic_rows(self, name: str, tensors: Mapping[str, Tensor]) -> int:
+        """Logits and ids are those of every step."""
+        return tensors["context_tokens" if name in ("logits", "ids") else "x"].shape[0]
 
     def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The golden steps on copies of the caches and hidden rows."""
@@ -167,7 +174,7 @@ class DecodeStep(Program):
         head = (tensors["final_norm"][0], tensors["lm_head_weight"], tensors["embed_weight"], s.head.real_vocab)
         shape, split = s.layer.layer_shape, (layers, -1, s.layer.kv_size)
         x, logits, ids = tensors["x"], [], []
-        for step in range(tensors["context_tokens"].shape[0] // s.layer.batch_rows):
+        for step in range(tensors["context_tokens"].shape[0] // x.shape[0]):
             rows = self._golden_rows(tensors, step, layers)
             x = decoder_layers(x, weights, shape, rows, *(caches[name].view(split) for name in _CACHES))
             step_logits, step_ids, x = next_tokens(x, *head, s.head.rms_norm_eps)
@@ -185,20 +192,21 @@ class DecodeStep(Program):
     def hbm_bytes(self, tensors: Mapping[str, Tensor]) -> int:
         """Slabs and LM head once a step, each row's keys and values in every layer, the embedding rows read."""
         s = self.spec
-        steps = tensors["context_tokens"].shape[0] // s.layer.batch_rows
+        batch = tensors["x"].shape[0]
+        steps = tensors["context_tokens"].shape[0] // batch
         slabs = sum(tensors[name].numel() * tensors[name].element_size() for name in STACKED_SLABS)
-        cached_tokens = int(tensors["context_tokens"].sum()) + steps * s.layer.batch_rows
-        rows = 2 * s.layer.batch_rows * s.layer.hidden_size * 2
+        cached_tokens = int(tensors["context_tokens"].sum()) + steps * batch
+        rows = 2 * batch * s.layer.hidden_size * 2
         caches = s.layers * 2 * cached_tokens * s.layer.kv_size * 2
         return caches + steps * (slabs + self._head.hbm_bytes(tensors) + rows)
 
     def check_values(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse stacks of different depth, and slots, pages and lengths outside a layer's cache."""
-        batch = self.spec.layer.batch_rows
+        batch = tensors["x"].shape[0]
         layers, steps = tensors["input_rms"].shape[0], tensors["context_tokens"].shape[0] // batch
         expected = stacked_rows(self.spec.layer, layers)
         expected |= dict.fromkeys(("context_tokens", "cos", "sin", "logits", "ids"), steps * batch)
-        expected |= {"slots": steps * layers * batch}
+        expected |= {"slots": steps * layers * batch, "block_table": batch}
         problems = [
             f"`{name}` has {tensors[name].shape[0]} rows, {layers} layers and {steps} steps of {batch} rows need {rows}"
             for name, rows in expected.items()
@@ -221,14 +229,14 @@ class DecodeStep(Program):
         for step, contexts in enumerate(tensors["context_tokens"].view(steps, batch)):
             rows = {"slots": slots[step, 0], "context_tokens": contexts, "block_table": tensors["block_table"]}
             caches = {name: tensors[name][: tensors[name].shape[0] // layers] for name in _CACHES}
-            self._layer.check_values(rows | caches)
+            self._layer.check_row_values(rows | caches)
 
     def _empty(self, cache_slots: int) -> dict[str, Tensor]:
         """Zeros of the sample's shapes; row arguments are left to the caller."""
         s = self.spec
         rows = {a.name: s.layers * (a.shape[0] or 1) for a in slab_arguments(s.layer)}
         rows |= dict.fromkeys(_CACHES, cache_slots)
-        rows |= dict.fromkeys(("logits", "ids"), s.steps * s.layer.batch_rows)
+        rows |= dict.fromkeys(("logits", "ids"), s.steps * s.layer.batch_rows) | {"x": s.layer.batch_rows}
         return {
             a.name: torch.zeros([rows.get(a.name, 1) if size is None else size for size in a.shape], dtype=a.dtype)
             for a in self.arguments()
@@ -248,7 +256,7 @@ class DecodeStep(Program):
         return step_rows(first, pages, cos, sin, s.layers, s.layer.pages * PAGE_TOKENS, s.steps)
 
     def _golden_rows(self, tensors: Mapping[str, Tensor], step: int, layers: int) -> TokenRows:
-        batch = self.spec.layer.batch_rows
+        batch = tensors["x"].shape[0]
         at = slice(step * batch, (step + 1) * batch)
         slots = tensors["slots"].view(-1, layers, batch)[step, 0]
         return TokenRows(

@@ -14,12 +14,13 @@ import pypto
 
 from kernels.programs import blocks, decode_stages, lm_head_kernel
 from kernels.programs.decode_step import DecodeStep
+from kernels.programs.lm_head import LmHeadSpec
 
 
 def build(program: DecodeStep, options: dict[str, Any]) -> Any:
     """Return the jit-compiled kernel of `program`; `options` are the keyword arguments of `pypto.frontend.jit`."""
     spec, of = program.spec, blocks.parameter_types(program)
-    batch, head = spec.layer.batch_rows, spec.head
+    head = spec.head
 
     # PyPTO refuses a return annotation. It interprets the body, and what the body calls by a plain name.
     @pypto.frontend.jit(**options)
@@ -105,7 +106,7 @@ def build(program: DecodeStep, options: dict[str, Any]) -> Any:
             logits=logits,
             ids=ids,
         )
-        layers = tensors.input_rms.shape[0]
+        batch, layers = tensors.x.shape[0], tensors.input_rms.shape[0]
         steps = tensors.context_tokens.shape[0] // batch
         layer_slots = tensors.k_cache.shape[0] // layers
         for step in pypto.loop(0, steps, 1, name="STEPS", idx_name="step"):
@@ -117,22 +118,34 @@ def build(program: DecodeStep, options: dict[str, Any]) -> Any:
                     first_row=step * batch,
                 )
                 decode_stages.layer_stages(spec.layer, at, tensors, tensors.x, tensors.x)
-            for _ in pypto.loop(0, 1, 1, name="NORM", idx_name="norm", submit_before_loop=True):
-                lm_head_kernel.norm_rows(head, tensors.x, tensors.final_norm, tensors.normed_rows)
-            for chunk in pypto.loop(0, head.chunks, 1, name="CHUNKS", idx_name="chunk", submit_before_loop=True):
-                lm_head_kernel.head_chunk(
-                    head,
-                    chunk,
-                    tensors.normed_rows,
-                    tensors.lm_head_weight,
-                    tensors.logits,
-                    step * batch,
-                    tensors.block_maxima,
-                    tensors.block_ids,
-                )
-            for _ in pypto.loop(0, 1, 1, name="SAMPLE", idx_name="sample", submit_before_loop=True):
-                best = lm_head_kernel.best_ids(head, tensors.block_maxima, tensors.block_ids)
-                pypto.assemble(best, [step * batch, 0], tensors.ids)
-                tensors.x[:] = blocks.gather_rows(tensors.embed_weight, best)
+            _next_tokens(head, tensors, step * batch)
 
     return decode_step
+
+
+def _next_tokens(head: LmHeadSpec, tensors: Any, first_row: Any) -> None:
+    """Logits and ids of one step, whose rows start at `first_row` of both, and the embedding rows of the ids."""
+    for window in decode_stages.windows(tensors.x.shape[0]):
+        for _ in pypto.loop(0, 1, 1, name="NORM", idx_name="norm", submit_before_loop=True):
+            lm_head_kernel.norm_rows(
+                head, tensors.x, tensors.final_norm, tensors.normed_rows, window.first, window.valid
+            )
+        for chunk in pypto.loop(0, head.chunks, 1, name="CHUNKS", idx_name="chunk", submit_before_loop=True):
+            lm_head_kernel.head_chunk(
+                head,
+                chunk,
+                tensors.normed_rows,
+                tensors.lm_head_weight,
+                tensors.logits,
+                first_row + window.first,
+                tensors.block_maxima,
+                tensors.block_ids,
+                window.valid,
+            )
+        for _ in pypto.loop(0, 1, 1, name="SAMPLE", idx_name="sample", submit_before_loop=True):
+            # Rows beyond the batch are gathered too, by whatever their scratch holds, and not written: a gather of some
+            # valid rows by ids that were just made fails in the interpreter's late passes.
+            best = lm_head_kernel.best_ids(head, tensors.block_maxima, tensors.block_ids)
+            rows = blocks.gather_rows(tensors.embed_weight, pypto.clip(best, 0, head.real_vocab - 1))
+            pypto.assemble(blocks.whole(rows, window.valid), [window.first, 0], tensors.x)
+            pypto.assemble(blocks.whole(best, window.valid), [first_row + window.first, 0], tensors.ids)

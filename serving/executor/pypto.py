@@ -1,9 +1,9 @@
 """The `pypto` executor: the engine's batches through the PyPTO programs, on an NPU or in the host's interpreter.
 
-Both run the same programs over windows of up to 16 token rows: `decode_layer` for every layer, then `lm_head_greedy`
-where logits are wanted; or `decode_step`, which is both in one. Rows of one sequence may share a window, since a layer
-writes all keys before any row attends. Without an NPU the interpreter takes seconds per layer: it is there to check the
-programs, not to serve.
+Both run the same programs over all token rows of a step, whose number is not compiled in: `decode_layer` for every
+layer, then `lm_head_greedy` where logits are wanted; or `decode_step`, which is both in one. Rows of one sequence stand
+in the order of their positions, since a layer works in windows of 16 rows, each of which writes its keys before it
+attends. Without an NPU the interpreter takes seconds per layer: it is there to check the programs, not to serve.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from serving.errors import ExecutorError
 from serving.executor.base import PAGE_TOKENS, Chunk
 from serving.executor.step import StepRows, plan_step
 
-__all__ = ["HostPrograms", "Prompts", "PyptoExecutor", "RunsPrompts", "Window", "npu_available"]
+__all__ = ["HostPrograms", "Prompts", "PyptoExecutor", "Rows", "RunsPrompts", "npu_available"]
 
 logger = logging.getLogger(__name__)
 
 
-class Window:
-    """Up to 16 token rows of a step: hidden rows BF16 `[rows, hidden]`, their positions, and each row's pages."""
+class Rows:
+    """The token rows of a step: hidden rows BF16 `[rows, hidden]`, their positions, and each row's pages."""
 
     def __init__(self, x: Tensor, positions: list[int], pages: list[list[int]]) -> None:
         self.x = x
         self.positions = positions
         self.pages = pages
 
-    def padded(self, rows: int, scratch_page: int) -> Window:
-        """The window with rows added up to `rows`, which stand one behind the other in `scratch_page`."""
-        missing = rows - len(self.positions)
+    def padded(self, scratch_page: int) -> Rows:
+        """Whole windows: rows are added behind, which stand one behind the other in `scratch_page`."""
+        missing = -len(self.positions) % BATCH_WINDOW_ROWS
         x = torch.cat([self.x, self.x.new_zeros(missing, self.x.shape[1])])
-        return Window(x, [*self.positions, *range(missing)], [*self.pages, *([scratch_page] for _ in range(missing))])
+        return Rows(x, [*self.positions, *range(missing)], [*self.pages, *([scratch_page] for _ in range(missing))])
 
-    def with_pages(self, number: dict[int, int]) -> Window:
-        """The window with its pages renumbered."""
-        return Window(self.x, self.positions, [[number[page] for page in row] for row in self.pages])
+    def with_pages(self, number: dict[int, int]) -> Rows:
+        """The same rows with their pages renumbered."""
+        return Rows(self.x, self.positions, [[number[page] for page in row] for row in self.pages])
 
     def contexts(self) -> tuple[int, ...]:
         """Context length of every row, in tokens."""
@@ -59,9 +59,9 @@ class Window:
 
 
 class Programs(Protocol):
-    """Runs the programs on a window, keeping weights and caches where it computes."""
+    """Runs the programs on the rows of a step, keeping weights and caches where it computes."""
 
-    def run(self, window: Window, *, with_logits: bool) -> Tensor | None:
+    def run(self, rows: Rows, *, with_logits: bool) -> Tensor | None:
         """Write the rows' keys and values; returns logits FP32 `[rows, real_vocab]` on the CPU, or None."""
         ...
 
@@ -111,16 +111,14 @@ class PyptoExecutor:
         step = plan_step(batch, self.config, self.num_pages, self.max_context_tokens)
         if isinstance(self._programs, RunsPrompts) and _has_prompts(batch):
             return self._run_prompts(self._programs, step, batch)
-        logits = [torch.empty(0, self._real_vocab)]
-        for part in step.split(BATCH_WINDOW_ROWS):
-            wanted = part.logit_rows.to(torch.int64)
-            try:
-                rows = self._programs.run(self._window(part), with_logits=len(wanted) > 0)
-            except KernelsError as error:
-                raise ExecutorError(f"the PyPTO programs failed: {error}") from error
-            if rows is not None:
-                logits.append(rows[wanted])
-        return torch.cat(logits)
+        if not step.count:
+            return torch.empty(0, self._real_vocab)
+        wanted = step.logit_rows.to(torch.int64)
+        try:
+            logits = self._programs.run(self._rows(step), with_logits=len(wanted) > 0)
+        except KernelsError as error:
+            raise ExecutorError(f"the PyPTO programs failed: {error}") from error
+        return torch.empty(0, self._real_vocab) if logits is None else logits[wanted]
 
     def _run_prompts(self, programs: RunsPrompts, step: StepRows, batch: Sequence[Chunk]) -> Tensor:
         prompts = Prompts(
@@ -140,26 +138,26 @@ class PyptoExecutor:
             self._programs.close()
             self._programs = None
 
-    def _window(self, part: StepRows) -> Window:
-        positions = part.positions.tolist()
+    def _rows(self, step: StepRows) -> Rows:
+        positions = step.positions.tolist()
         pages = [
-            part.tables[sequence, : position // PAGE_TOKENS + 1].tolist()
-            for sequence, position in zip(part.sequence.tolist(), positions, strict=True)
+            step.tables[sequence, : position // PAGE_TOKENS + 1].tolist()
+            for sequence, position in zip(step.sequence.tolist(), positions, strict=True)
         ]
-        return Window(self._embedding[part.token_ids.to(torch.int64)], positions, pages)
+        return Rows(self._embedding[step.token_ids.to(torch.int64)], positions, pages)
 
 
 class HostPrograms:
-    """The programs in the host's interpreter: one subprocess per window, which gets the pages it touches and no others.
+    """The programs in the host's interpreter: one subprocess per step, which gets the pages it touches and no others.
 
-    Rows are padded to 16 wherever the interpreter multiplies floats across rows (a BF16 down projection, the LM head),
-    so that a row's numbers do not depend on how many rows run beside it.
+    Windows are filled up to 16 rows wherever the interpreter multiplies floats across rows (a BF16 down projection, the
+    LM head): its sums depend on how many there are, and a row's numbers must not depend on its batch mates.
     """
 
     def __init__(self, slabs: Slabs, num_pages: int, *, whole_steps: bool = False) -> None:
-        """Caches for `num_pages` pages; with `whole_steps` a window whose logits are wanted is one `decode_step`.
+        """Caches for `num_pages` pages; with `whole_steps` a step whose logits are wanted is one `decode_step`.
 
-        A whole step pads all its stages to 16 rows, which costs the interpreter more than the calls it saves.
+        The LM head is part of that, so that all its stages run on whole windows.
         """
         config = slabs.config
         self._slabs = slabs
@@ -168,50 +166,50 @@ class HostPrograms:
         self._scratch_page = num_pages
         self._whole_steps = whole_steps
 
-    def run(self, window: Window, *, with_logits: bool) -> Tensor | None:
+    def run(self, rows: Rows, *, with_logits: bool) -> Tensor | None:
         """Interpret every layer, and the LM head when logits are wanted."""
-        real_rows = len(window.positions)
+        real_rows = len(rows.positions)
         whole_step = with_logits and self._whole_steps
         if whole_step or self._slabs.down == "bf16":
-            window = window.padded(BATCH_WINDOW_ROWS, self._scratch_page)
-        used = sorted({page for row in window.pages for page in row})
-        window = window.with_pages({page: index for index, page in enumerate(used)})
+            rows = rows.padded(self._scratch_page)
+        used = sorted({page for row in rows.pages for page in row})
+        rows = rows.with_pages({page: index for index, page in enumerate(used)})
         if whole_step:
-            return self._run_step(window, used)[:real_rows]
-        logits = self._run_layers(window, used, with_logits=with_logits)
+            return self._run_step(rows, used)[:real_rows]
+        logits = self._run_layers(rows, used, with_logits=with_logits)
         return None if logits is None else logits[:real_rows]
 
     def close(self) -> None:
         """Drop the caches."""
         self._caches = {}
 
-    def _run_step(self, window: Window, used: list[int]) -> Tensor:
+    def _run_step(self, rows: Rows, used: list[int]) -> Tensor:
         slabs, config = self._slabs, self._slabs.config
-        spec = DecodeStepSpec.of(config, slabs.down, window.contexts(), pages=len(used))
+        spec = DecodeStepSpec.of(config, slabs.down, rows.contexts(), pages=len(used))
         rope = (slabs.tensors["rope_cos"], slabs.tensors["rope_sin"])
-        layer_slots, rows = len(used) * PAGE_TOKENS, len(window.positions)
+        layer_slots, count = len(used) * PAGE_TOKENS, len(rows.positions)
         tensors = {
-            "x": window.x,
+            "x": rows.x,
             **stacked_slabs(slabs.tensors),
-            **step_rows(window.positions, window.pages, *rope, config.num_layers, layer_slots),
+            **step_rows(rows.positions, rows.pages, *rope, config.num_layers, layer_slots),
             **{name: cache[:, used].flatten(0, 2) for name, cache in self._caches.items()},
             "final_norm": slabs.tensors["final_norm_weight"],
             "lm_head_weight": slabs.tensors["lm_head_weight"],
             "embed_weight": slabs.tensors["embed_weight"],
-            "logits": torch.zeros(rows, slabs.real_vocab),
-            "ids": torch.zeros(rows, 1, dtype=torch.int32),
+            "logits": torch.zeros(count, slabs.real_vocab),
+            "ids": torch.zeros(count, 1, dtype=torch.int32),
         }
         done = run_program(DecodeStep(spec), tensors)
         for name, cache in self._caches.items():
             cache[:, used] = done[name].view(config.num_layers, len(used), PAGE_TOKENS, -1)
         return done["logits"]
 
-    def _run_layers(self, window: Window, used: list[int], *, with_logits: bool) -> Tensor | None:
+    def _run_layers(self, rows: Rows, used: list[int], *, with_logits: bool) -> Tensor | None:
         slabs, config = self._slabs, self._slabs.config
-        layer = DecodeLayer(DecodeLayerSpec.of(config, slabs.down, window.contexts(), pages=len(used)))
+        layer = DecodeLayer(DecodeLayerSpec.of(config, slabs.down, rows.contexts(), pages=len(used)))
         rope = (slabs.tensors["rope_cos"], slabs.tensors["rope_sin"])
-        tensors = {"x.0": window.x, **row_arguments(window.positions, window.pages, *rope)}
-        rows = {name: name for name in tensors if name != "x.0"}
+        tensors = {"x.0": rows.x, **row_arguments(rows.positions, rows.pages, *rope)}
+        row_data = {name: name for name in tensors if name != "x.0"}
         calls: list[Call] = []
         wanted: list[str] = []
         for index in range(config.num_layers):
@@ -220,18 +218,20 @@ class HostPrograms:
             tensors |= slab | pages
             wanted += pages
             per_layer = {key.rpartition(".")[0]: key for key in (*slab, *pages)}
-            calls.append(Call(layer, {"x": f"x.{index}", **rows, **per_layer}, {"out": f"x.{index + 1}"}))
+            calls.append(Call(layer, {"x": f"x.{index}", **row_data, **per_layer}, {"out": f"x.{index + 1}"}))
         views = {}
         if with_logits:
-            # The last layer writes the first rows of a full window, on which the LM head then runs.
+            # The last layer writes the first rows of whole windows, on which the LM head then runs.
+            count = len(rows.positions)
+            head_rows = count + -count % BATCH_WINDOW_ROWS
             last = calls.pop()
-            calls += [Call(last.program, {**last.bindings, "out": "last_rows"}), self._head_call()]
+            calls += [Call(last.program, {**last.bindings, "out": "last_rows"}), self._head_call(head_rows)]
             tensors |= {
-                "window": window.x.new_zeros(BATCH_WINDOW_ROWS, config.hidden_size),
+                "head_rows": rows.x.new_zeros(head_rows, config.hidden_size),
                 "lm_head_weight": slabs.tensors["lm_head_weight"],
                 "final_norm": slabs.tensors["final_norm_weight"],
             }
-            views["last_rows"] = ("window", len(window.positions))
+            views["last_rows"] = ("head_rows", count)
             wanted.append("logits")
         done = interpret(calls, tensors, wanted, views=views)
         logits = done.pop("logits", None)
@@ -240,9 +240,9 @@ class HostPrograms:
             self._caches[name][int(layer_index), used] = value.view(len(used), PAGE_TOKENS, -1)
         return logits
 
-    def _head_call(self) -> Call:
-        head = LmHeadGreedy(LmHeadSpec.of(self._slabs.config, BATCH_WINDOW_ROWS))
-        bindings = {"x": "window", "weight": "lm_head_weight", "final_norm": "final_norm"}
+    def _head_call(self, rows: int) -> Call:
+        head = LmHeadGreedy(LmHeadSpec.of(self._slabs.config, rows))
+        bindings = {"x": "head_rows", "weight": "lm_head_weight", "final_norm": "final_norm"}
         return Call(head, bindings, {"logits": "logits"})
 
 

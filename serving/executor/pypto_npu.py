@@ -1,7 +1,7 @@
 """The PyPTO programs on an NPU: weights and caches live on the device, kernels are compiled once.
 
-The window is always 16 rows: missing ones are padded, each with a slot of its own in a scratch page behind the engine's
-pages, so that one compiled kernel serves every batch. Needs torch_npu, the driver and a CANN toolkit.
+One compiled kernel serves every batch: the number of rows is not compiled in. Needs torch_npu, the driver and a CANN
+toolkit.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kernels.contract import BATCH_WINDOW_ROWS
 from kernels.program_runner import build_kernel
-from kernels.programs.base import check_arguments, make_outputs
+from kernels.programs.base import Program, check_arguments, make_outputs
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, layer_arguments, row_arguments
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.slabs import Slabs
 from serving.executor.base import PAGE_TOKENS
-from serving.executor.pypto import Window
+from serving.executor.pypto import Rows
 
 
 class NpuPrograms:
@@ -27,16 +27,15 @@ class NpuPrograms:
 
         config = slabs.config
         self._device = torch.device(device)
-        self._scratch_page = num_pages
+        self._real_vocab = slabs.real_vocab
         self._rope = (slabs.tensors["rope_cos"], slabs.tensors["rope_sin"])
         self._table_pages = -(-self._rope[0].shape[0] // PAGE_TOKENS)
-        contexts = tuple(range(1, BATCH_WINDOW_ROWS + 1))
-        self._layer = DecodeLayer(DecodeLayerSpec.of(config, slabs.down, contexts))
+        self._layer = DecodeLayer(DecodeLayerSpec.of(config, slabs.down, (1,)))
         self._head = LmHeadGreedy(LmHeadSpec.of(config, BATCH_WINDOW_ROWS))
         options = {"runtime_options": {"run_mode": pypto.RunMode.NPU}}
         self._layer_kernel = build_kernel(self._layer, options)
         self._head_kernel = build_kernel(self._head, options)
-        slots = (num_pages + 1) * PAGE_TOKENS
+        slots = num_pages * PAGE_TOKENS
         self._layers = [
             {
                 **self._moved(layer_arguments(slabs.layer(index))),
@@ -49,32 +48,32 @@ class NpuPrograms:
             "weight": slabs.tensors["lm_head_weight"],
             "final_norm": slabs.tensors["final_norm_weight"],
         }
-        window = torch.zeros(BATCH_WINDOW_ROWS, config.hidden_size, dtype=torch.bfloat16)
-        self._head_tensors = {**self._moved(make_outputs(self._head, {"x": window})), **self._moved(head_slabs)}
-        self._scratch = self._moved(make_outputs(self._layer, {"x": window}))
+        one_row = {"x": torch.zeros(1, config.hidden_size, dtype=torch.bfloat16)}
+        self._head_tensors = {**self._moved(_scratch(self._head, one_row)), **self._moved(head_slabs)}
+        self._scratch = self._moved(_scratch(self._layer, one_row))
 
-    def run(self, window: Window, *, with_logits: bool) -> Tensor | None:
+    def run(self, rows: Rows, *, with_logits: bool) -> Tensor | None:
         """Run every layer on the device, and the LM head when logits are wanted."""
-        real_rows = len(window.positions)
-        window = window.padded(BATCH_WINDOW_ROWS, self._scratch_page)
-        rows = row_arguments(window.positions, window.pages, *self._rope)
-        table = torch.zeros(BATCH_WINDOW_ROWS, self._table_pages, dtype=torch.int32)
-        table[:, : rows["block_table"].shape[1]] = rows["block_table"]
-        rows["block_table"] = table
+        arguments = row_arguments(rows.positions, rows.pages, *self._rope)
+        table = torch.zeros(len(rows.positions), self._table_pages, dtype=torch.int32)
+        table[:, : arguments["block_table"].shape[1]] = arguments["block_table"]
+        arguments["block_table"] = table
         # Values are checked on the host, where they come from: reading them back from the device would wait for it.
         caches = {name: self._layers[0][name] for name in ("k_cache", "v_cache")}
-        self._layer.check_values({**rows, **caches})
-        moved, x = self._moved(rows), window.x.to(self._device)
+        self._layer.check_values({**arguments, **caches, "x": rows.x, "out": rows.x})
+        moved, x = self._moved(arguments), rows.x.to(self._device)
         for layer in self._layers:
             tensors = {**self._scratch, **layer, **moved, "x": x, "out": torch.empty_like(x)}
             self._layer_kernel(*check_arguments(self._layer, tensors, values=False))
             x = tensors["out"]
         if not with_logits:
             return None
-        tensors = {**self._head_tensors, "x": x}
-        self._head_kernel(*check_arguments(self._head, tensors, values=False))
-        logits: Tensor = tensors["logits"][:real_rows].cpu()
-        return logits
+        outputs = {
+            "logits": torch.empty(x.shape[0], self._real_vocab, device=self._device),
+            "ids": torch.empty(x.shape[0], 1, dtype=torch.int32, device=self._device),
+        }
+        self._head_kernel(*check_arguments(self._head, {**self._head_tensors, **outputs, "x": x}, values=False))
+        return outputs["logits"].cpu()
 
     def close(self) -> None:
         """Release the device's memory."""
@@ -82,3 +81,9 @@ class NpuPrograms:
 
     def _moved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self._device) for name, tensor in tensors.items()}
+
+
+def _scratch(program: Program, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The scratch arguments of `program`, whose shapes do not depend on the batch."""
+    made = make_outputs(program, tensors)
+    return {a.name: made[a.name] for a in program.arguments() if a.direction == "scratch"}
