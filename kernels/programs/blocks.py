@@ -172,6 +172,5 @@ def silu(gate: Any) -> Any:
 def gather_rows(table: Any, ids: Any) -> Any:
     """Rows of `table` `[count, width]` at INT32 `ids` `[rows, 1]`, as `[rows, width]`."""
     rows, width = ids.shape[0], table.shape[1]
-    ids = pypto.reshape(ids, [rows])
-    pypto.set_vec_tile_shapes(1, width)
-    return pypto.index_select(table, 0, ids)
+    pypto.set_vec_tile_shapes(1, 1, width)
+    return pypto.reshape(pypto.index_select(table, 0, ids), [rows, width])

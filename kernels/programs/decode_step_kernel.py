@@ -146,6 +146,9 @@ def _next_tokens(head: LmHeadSpec, tensors: Any, first_row: Any) -> None:
             # Rows beyond the batch are gathered too, by whatever their scratch holds, and not written: a gather of some
             # valid rows by ids that were just made fails in the interpreter's late passes.
             best = lm_head_kernel.best_ids(head, tensors.block_maxima, tensors.block_ids)
-            rows = blocks.gather_rows(tensors.embed_weight, pypto.clip(best, 0, head.real_vocab - 1))
+            # In one row: ids in a column give rows that must be copied to be put together.
+            chosen = pypto.reshape(pypto.clip(best, 0, head.real_vocab - 1), [head.window_rows])
+            pypto.set_vec_tile_shapes(1, head.hidden_size)
+            rows = pypto.index_select(tensors.embed_weight, 0, chosen)
             pypto.assemble(blocks.whole(rows, window.valid), [window.first, 0], tensors.x)
             pypto.assemble(blocks.whole(best, window.valid), [first_row + window.first, 0], tensors.ids)
