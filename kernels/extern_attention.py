@@ -17,7 +17,7 @@ from kernels.contract import PAGE_TOKENS
 from kernels.contract_decoder import PAGED_ATTENTION
 from kernels.extern import PROGRAM, check_implementation, fused_attention
 from kernels.interpreter import run_program
-from kernels.program_runner import build_kernel
+from kernels.program_runner import build_kernel, runtime_options
 from kernels.programs.base import check_arguments
 from kernels.programs.paged_attention import PagedAttention, PagedAttentionSpec
 from quantize.model_config import ModelConfig
@@ -48,5 +48,5 @@ def run_paged_attention(
         out = run_program(program, tensors)["context_rows"]
     else:
         pypto = import_module("pypto")
-        build_kernel(program, {"runtime_options": {"run_mode": pypto.RunMode.NPU}})(*arguments)
+        build_kernel(program, {"runtime_options": runtime_options(pypto.RunMode.NPU)})(*arguments)
     return out

@@ -29,6 +29,7 @@ from kernels.programs.registry import program_from_json
 from kernels.shims import install
 
 PR_SET_PDEATHSIG = 1
+LOOP_BODIES_AT_ONCE = 128
 
 
 def main() -> int:
@@ -55,12 +56,21 @@ def build_kernel(program: Program, options: Mapping[str, Any]) -> Any:
     return kernel
 
 
+def runtime_options(run_mode: Any) -> dict[str, Any]:
+    """Options of PyPTO's runtime for any program in `run_mode`.
+
+    The bodies of loops are submitted in bundles, and a bundle waits for the one before it. Unset, bundles are smaller
+    than 128 bodies: attention over many pages then takes longer. Above 128 the simulator was seen to crash.
+    """
+    return {"run_mode": run_mode, "stitch_function_max_num": LOOP_BODIES_AT_ONCE}
+
+
 def simulation_options(verify: bool, passes: Sequence[str] = ()) -> dict[str, Any]:
     """Options of `pypto.frontend.jit` on the host; `passes` are verified after the tensor graph."""
     import pypto
 
     options: dict[str, Any] = {
-        "runtime_options": {"run_mode": pypto.RunMode.SIM},
+        "runtime_options": runtime_options(pypto.RunMode.SIM),
         "debug_options": {"runtime_debug_mode": 1},
     }
     if verify:

@@ -18,6 +18,7 @@ from kernels.contract import BATCH_WINDOW_ROWS as WINDOW_ROWS
 from kernels.errors import ProgramError
 from kernels.goldens import PAGE_TOKENS, LayerShape, LayerWeights, TokenRows, attention_inputs, decoder_layer
 from kernels.programs.base import Argument, Program, ProgramSpec, check_rows
+from kernels.programs.decode_tiles import page_groups
 from kernels.programs.layer_slabs import (
     PLACEHOLDER_COLUMNS,
     WeightForm,
@@ -170,9 +171,9 @@ class DecodeLayer(Program):
         return tensors
 
     def units(self) -> int:
-        """For every window prologue, output projection, gate and up, down; one body per page of every row."""
+        """For every window prologue, output projection, gate and up, down; for every row one body a group of pages."""
         windows = -(-self.spec.batch_rows // WINDOW_ROWS)
-        return 4 * windows + sum(-(-tokens // PAGE_TOKENS) for tokens in self.spec.contexts)
+        return 4 * windows + sum(page_groups(tokens) for tokens in self.spec.contexts)
 
     def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The golden layer on copies of the caches, and the query rows that the prologue hands to attention."""

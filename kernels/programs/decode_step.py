@@ -19,6 +19,7 @@ from kernels.errors import ProgramError
 from kernels.goldens import PAGE_TOKENS, TokenRows, decoder_layers, next_tokens
 from kernels.programs.base import Argument, Program, ProgramSpec
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, row_arguments
+from kernels.programs.decode_tiles import page_groups
 from kernels.programs.layer_slabs import (
     STACKED_SLABS,
     WeightForm,
@@ -157,9 +158,9 @@ class DecodeStep(Program):
     def units(self) -> int:
         """For each step the layers' bodies, and the LM head's."""
         s = self.spec
-        pages = [-(-tokens // PAGE_TOKENS) for step in range(s.steps) for tokens in s.contexts_at(step)]
+        groups = [page_groups(tokens) for step in range(s.steps) for tokens in s.contexts_at(step)]
         windows = -(-s.layer.batch_rows // WINDOW_ROWS)
-        return s.steps * (4 * s.layers * windows + self._head.units()) + s.layers * sum(pages)
+        return s.steps * (4 * s.layers * windows + self._head.units()) + s.layers * sum(groups)
 
     def dynamic_rows(self, name: str, tensors: Mapping[str, Tensor]) -> int:
         """Logits and ids are those of every step."""

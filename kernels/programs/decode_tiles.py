@@ -13,11 +13,20 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kernels.errors import ProgramError
+from kernels.goldens import PAGE_TOKENS
 from kernels.tile_rules import L0_BYTES
 from kernels.tiles import CUBE_CORES, CubeTile, check_cube_tile, choose_cube_tile
 from kernels.tuned_tiles import tuned_tile
 
-__all__ = ["LayerSizes", "LayerTiles", "choose_stream_tile", "one_wave_columns", "tasks_per_core"]
+__all__ = [
+    "PAGES_AT_ONCE",
+    "LayerSizes",
+    "LayerTiles",
+    "choose_stream_tile",
+    "one_wave_columns",
+    "page_groups",
+    "tasks_per_core",
+]
 
 COPY_LATENCY_US = 0.78
 COPY_BYTES_PER_US = 172_000.0
@@ -25,6 +34,8 @@ ROWS = 16
 MAX_COLUMNS = 256
 MAX_WAVE_COLUMNS = 320
 """Widest tile whose operands fit L1 beside a left operand of 5,120 values, for matmuls that share a wave."""
+PAGES_AT_ONCE = 4
+"""Pages of a row that one loop body attends to: starting a body and its tasks costs more than a page takes."""
 
 
 class LayerSizes(Protocol):
@@ -111,6 +122,11 @@ def one_wave_columns(*widths: int) -> int:
         if sum(-(-width // columns) for width in widths) <= CUBE_CORES:
             return columns
     return MAX_COLUMNS
+
+
+def page_groups(tokens: int) -> int:
+    """Loop bodies in which a row attends to `tokens` tokens."""
+    return -(-tokens // (PAGES_AT_ONCE * PAGE_TOKENS))
 
 
 def tasks_per_core(columns: int, *widths: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.errors import ProgramError
 from kernels.goldens import PAGE_TOKENS, paged_attention
 from kernels.programs.base import Argument, Program, ProgramSpec
+from kernels.programs.decode_tiles import page_groups
 from quantize.model_config import ModelConfig
 
 __all__ = ["PagedAttention", "PagedAttentionSpec"]
@@ -96,8 +97,8 @@ class PagedAttention(Program):
         return self._empty(list(range(self.spec.pages)))
 
     def units(self) -> int:
-        """The queries' spread, and one body per page of every row."""
-        return 1 + sum(-(-tokens // PAGE_TOKENS) for tokens in self.spec.contexts)
+        """The queries' spread, and one body per group of pages of every row."""
+        return 1 + sum(page_groups(tokens) for tokens in self.spec.contexts)
 
     def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The golden attention, narrowed to BF16."""

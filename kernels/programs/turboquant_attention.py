@@ -87,7 +87,7 @@ class TurboQuantAttention(PagedAttention):
         return tensors
 
     def units(self) -> int:
-        """The queries' turn and spread, one body per page of every row, and the turn back."""
+        """The queries' turn and spread, one body per group of pages of every row, and the turn back."""
         return super().units() + 1
 
     def golden(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

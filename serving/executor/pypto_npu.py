@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract import BATCH_WINDOW_ROWS
-from kernels.program_runner import build_kernel
+from kernels.program_runner import build_kernel, runtime_options
 from kernels.programs.base import Program, check_arguments, make_outputs
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, layer_arguments, row_arguments
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
@@ -32,7 +32,7 @@ class NpuPrograms:
         self._table_pages = -(-self._rope[0].shape[0] // PAGE_TOKENS)
         self._layer = DecodeLayer(DecodeLayerSpec.of(config, slabs.down, (1,)))
         self._head = LmHeadGreedy(LmHeadSpec.of(config, BATCH_WINDOW_ROWS))
-        options = {"runtime_options": {"run_mode": pypto.RunMode.NPU}}
+        options = {"runtime_options": runtime_options(pypto.RunMode.NPU)}
         self._layer_kernel = build_kernel(self._layer, options)
         self._head_kernel = build_kernel(self._head, options)
         slots = num_pages * PAGE_TOKENS

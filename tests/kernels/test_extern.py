@@ -140,8 +140,10 @@ def test_bad_arguments_are_refused_by_either_implementation(implementation: str,
         run_paged_attention(tensors, CONFIG, implementation)
 
 
-def test_the_program_verifies_through_all_passes(tmp_path: Path) -> None:
-    program = PagedAttention(PagedAttentionSpec.of(CONFIG, CONTEXTS))
+def test_any_number_of_pages_verifies_through_all_passes(tmp_path: Path) -> None:
+    """One to four pages in one loop body, and a body with five after one with four."""
+    program = PagedAttention(PagedAttentionSpec.of(CONFIG, (1, 130, 300, 512, 1100)))
+    assert program.units() == 1 + 4 + 3
     result = run_check(full_check(program), CheckCache(tmp_path), default_cache_dir(), timeout_s=300)
     assert result.error == ""
     assert result.passes == (TENSOR_GRAPH, *ALL_PASSES)
