@@ -35,8 +35,11 @@ FP32_IN_AND_OUT_BYTES = 8
 COPY_BYTES = 320 * 1024
 """Size that one copy of a weight tile into L1 aims at: larger copies amortise the fixed 0.8 us per copy."""
 
-ROW_TILE_BYTES = 80 * 1024
-"""Most FP32 bytes in a vector tile of whole rows: two of them, and their narrowed forms, are alive at once."""
+ROW_TILE_BYTES = 40 * 1024
+"""Most FP32 bytes in a vector tile of whole rows: three, and their narrowed forms, are alive where a residual is added.
+
+Tiles of 80 KB were spilled there, which the cost model refuses, and took longer where they were not.
+"""
 DEQUANT_TILE_ELEMENTS = 16 * 512
 """Most elements in a vector tile as wide as two matmul tiles: 32 KB of FP32, of which several are alive at once."""
 
