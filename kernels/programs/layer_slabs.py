@@ -142,12 +142,26 @@ def slabs_of_layer(tensors: Mapping[str, Tensor], index: int, layers: int) -> di
 
 
 def stacked_rows(dims: LayerDims, layers: int) -> dict[str, int]:
-    """How many rows each stacked slab of `layers` layers has, but for placeholders, of which any number will do."""
+    """How many rows each stacked slab of `layers` layers has, but for placeholders, of which any number will do.
+
+    What is a placeholder the options say: a slab of 16 columns may be one, or a head of 16.
+    """
+    placeholders = _absent_slabs(dims)
+    if dims.weights == "bf16":
+        placeholders |= {argument.name for argument in slab_arguments(dims) if argument.name.endswith("_scale")}
     return {
         argument.name: layers * (argument.shape[0] or 1)
         for argument in slab_arguments(dims)
-        if argument.shape[1] != PLACEHOLDER_COLUMNS
+        if argument.name not in placeholders
     }
+
+
+def _absent_slabs(dims: LayerDims) -> set[str]:
+    """Slabs that the family or the form of the down projection does not have."""
+    absent = set() if dims.qk_norm else {"q_norm", "k_norm"}
+    absent |= set() if dims.qkv_bias else {"q_bias", "k_bias", "v_bias"}
+    absent |= set() if dims.down == "int8" else {"w_down_scale"}
+    return absent
 
 
 def sample_slabs(dims: LayerDims, generator: Generator) -> dict[str, Tensor]:
@@ -173,9 +187,7 @@ def sample_slabs(dims: LayerDims, generator: Generator) -> dict[str, Tensor]:
 
 def golden_weights(dims: LayerDims, tensors: Mapping[str, Tensor]) -> LayerWeights:
     """The slabs among `tensors` as the golden takes them: rows of one as vectors, placeholders as None."""
-    absent = set() if dims.qk_norm else {"q_norm", "k_norm"}
-    absent |= set() if dims.qkv_bias else {"q_bias", "k_bias", "v_bias"}
-    absent |= set() if dims.down == "int8" else {"w_down_scale"}
+    absent = _absent_slabs(dims)
     return LayerWeights(
         **{
             argument.name: tensors[argument.name][0] if argument.shape[0] == 1 else tensors[argument.name]
