@@ -24,7 +24,7 @@ release: $(MODEL)/config.json
 
 test: check $(MODEL)/config.json
 	@# One torch thread each: two that share a core wait for each other at many times the cost.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

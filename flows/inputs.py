@@ -39,6 +39,19 @@ def check_inputs(
     return ReleaseInputs(release_name, chosen)
 
 
+def check_checkpoint(source: Path) -> None:
+    """Refuse a checkpoint directory that cannot be quantized or served; reads headers and the tokenizer, no weights.
+
+    A `.gguf` file is left to the flow, which converts it first. Raises CheckpointError, and serving's TokenizerError.
+    """
+    from quantize.preflight import check_source
+    from serving.tokenizer import check_tokenizer
+
+    if source.is_dir():
+        check_source(source).close()
+        check_tokenizer(source)
+
+
 def check_source_path(source: Path) -> None:
     """Refuse a source that is neither a checkpoint directory nor a `.gguf` file."""
     if source.is_dir() and (source / CONFIG_NAME).is_file():

@@ -146,3 +146,15 @@ class IncrementalDecoder:
         self._window = self._window[self._complete_tokens :]
         self._complete_tokens = len(self._window)
         self._shown = self._tokenizer.decode(self._window)
+
+
+def check_tokenizer(directory: Path) -> bool:
+    """Refuse a checkpoint whose tokenizer or chat template does not work, since no worker could serve it.
+
+    Returns whether there is a chat template: without one a worker answers completions and refuses chat. Raises
+    TokenizerError.
+    """
+    tokenizer = Tokenizer.load(directory)
+    if tokenizer.has_chat_template:
+        tokenizer.check_chat_template()
+    return tokenizer.has_chat_template

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from quantize.checkpoint import payload_digest
 from quantize.gguf_source import convert_gguf
 from quantize.preflight import check_source
-from serving.tokenizer import Tokenizer
+from serving.tokenizer import check_tokenizer
 from tasks import progress
 from tasks.steps import file_digest, run_step, step_key
 
@@ -46,20 +46,9 @@ def identify(source: Path, work: Path) -> Source:
     else:
         directory = source
     check_source(directory).close()
-    check_tokenizer(directory)
-    return Source(path=str(directory.resolve()), digest=payload_digest(directory), origin=str(source))
-
-
-def check_tokenizer(directory: Path) -> None:
-    """Refuse a checkpoint whose tokenizer or chat template does not work, since the worker could not serve it.
-
-    A missing chat template is only noted: completions work without one. Raises serving's TokenizerError.
-    """
-    tokenizer = Tokenizer.load(directory)
-    if tokenizer.has_chat_template:
-        tokenizer.check_chat_template()
-    else:
+    if not check_tokenizer(directory):
         logger.warning("%s has no chat template: the worker will answer completions, and refuse chat", directory)
+    return Source(path=str(directory.resolve()), digest=payload_digest(directory), origin=str(source))
 
 
 @task(name="identify source", persist_result=False)

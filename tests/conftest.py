@@ -9,6 +9,13 @@ import pytest
 from tests.tiny_models import LLAMA3_ROPE, make_tiny_llama, make_tiny_mistral, make_tiny_qwen2, make_tiny_qwen3
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: a file belongs to one worker, and a long one at the end would run alone."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    whole = {item.path for item in items if item.get_closest_marker("e2e")}
+    items.sort(key=lambda item: (item.path not in whole, item.path not in slow))
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 checkpoint directory; copy it before changing anything."""

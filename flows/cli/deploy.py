@@ -62,9 +62,10 @@ def release(
     """Release a checkpoint: quantize, stage, verify programs, measure, gate, log and promote."""
     folder = resolve_store(store)
     configure_environment(folder)
-    from flows.inputs import check_inputs
+    from flows.inputs import check_checkpoint, check_inputs
 
     check_inputs(source, name, recipe, platform.value)
+    check_checkpoint(Path(source))
     folder.root.mkdir(parents=True, exist_ok=True)
     console.use(console.ReleaseConsole())
     from flows.prefect_server import prepare_prefect

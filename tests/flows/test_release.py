@@ -16,6 +16,8 @@ from serving.launch import launched_worker
 from serving.store import BundleStore
 from tests.flows.support import assert_no_process_is_left, release_arguments, run_cli, run_json
 
+pytestmark = pytest.mark.slow
+
 STEPS = ["quantize", "stage", "programs", "quality", "tpot"]
 
 
@@ -146,7 +148,7 @@ def test_a_source_that_no_worker_could_serve_is_refused_first(
     _, stderr = run_cli(*release_arguments(copy, tmp_path / "store", recipe), code=2)
     assert "token" in stderr or "template" in stderr
     assert "Traceback" not in stderr
-    assert not (tmp_path / "store" / "work").exists()
+    assert not (tmp_path / "store").exists()
 
 
 def test_weights_of_the_bundle_are_those_of_the_source(source: Path, released: tuple[Path, dict[str, Any]]) -> None:

@@ -50,7 +50,7 @@ def client(server: TestServer) -> Iterator[openai.OpenAI]:
 
 def post(server: TestServer, path: str, body: Any) -> httpx.Response:
     content = body if isinstance(body, str) else json.dumps(body)
-    return httpx.post(server.url + path, content=content, headers={"content-type": "application/json"}, timeout=60)
+    return httpx.post(server.url + path, content=content, headers={"content-type": "application/json"}, timeout=200)
 
 
 def complete(server: TestServer, prompt: Any, **fields: Any) -> dict[str, Any]:
