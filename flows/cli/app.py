@@ -9,6 +9,7 @@ import typer
 
 from flows.cli import bundles, deploy, doctor, inspect, programs, quality, weights
 from flows.cli.output import EXIT_FAILED, EXIT_USAGE, FailedError, complain, emit_json
+from flows.cli.signals import interrupted_by_signals
 from flows.settings import UsageError, check_environment
 from kernels.errors import KernelsError
 from quantize.errors import QuantizeError, printable
@@ -28,7 +29,15 @@ for verbs in (deploy, weights, inspect, quality, programs, bundles, doctor):
 
 
 def main() -> None:
-    """Run the command line; exits 0 when done, 1 when a gate or validation failed, 2 on bad input or usage."""
+    """Run the command line; exits 0 when done, 1 when a gate or validation failed, 2 on bad input or usage.
+
+    A signal that stops it makes the exit status 128 + signal, after the clean-up.
+    """
+    with interrupted_by_signals():
+        _main()
+
+
+def _main() -> None:
     try:
         check_environment()
         app()

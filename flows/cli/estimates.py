@@ -10,7 +10,8 @@ import typer
 
 from flows import console
 from flows.cli.output import JSON_OPTION, emit_json, emit_line, emit_table
-from flows.cli.weights import Down, refuse_existing
+from flows.cli.report_folder import report_folder, writing_reports
+from flows.cli.weights import Down
 
 if TYPE_CHECKING:
     from kernels.stage_contract import Contract
@@ -45,27 +46,32 @@ def estimate(
     from kernels.simulate import simulator
     from kernels.step_estimate import BATCHES, CONTEXTS, SIMULATED_BATCHES, SIMULATED_CONTEXTS, estimate_steps
 
-    if out is not None:
-        refuse_existing(out)
     config = model_config(model)
-    with no_orphans(), console.ReleaseConsole().step("estimate") as line:
-        result = estimate_steps(
-            config,
-            simulator(progress=line.note),
-            model=Path(model).name,
-            down=down.value,
-            batches=batch or BATCHES,
-            contexts=context or CONTEXTS,
-            simulated_batches=simulated_batch or SIMULATED_BATCHES,
-            simulated_contexts=simulated_context or SIMULATED_CONTEXTS,
-        )
-        known = sum(cell.origin == "simulated" for cell in result.cells)
-        line.outcome = f"{known} of {len(result.cells)} cells simulated, the others interpolated"
-    if out is not None:
-        _write(result, out)
-    if as_json:
-        emit_json(result.to_json())
-        return
+    with report_folder(out):
+        with no_orphans(), console.ReleaseConsole().step("estimate") as line:
+            result = estimate_steps(
+                config,
+                simulator(progress=line.note),
+                model=Path(model).name,
+                down=down.value,
+                batches=batch or BATCHES,
+                contexts=context or CONTEXTS,
+                simulated_batches=simulated_batch or SIMULATED_BATCHES,
+                simulated_contexts=simulated_context or SIMULATED_CONTEXTS,
+            )
+            known = sum(cell.origin == "simulated" for cell in result.cells)
+            line.outcome = f"{known} of {len(result.cells)} cells simulated, the others interpolated"
+        if as_json:
+            emit_json(result.to_json())
+        else:
+            _table(result)
+        if out is not None:
+            with writing_reports(out):
+                _write(result, out)
+
+
+def _table(result: StepEstimate) -> None:
+    """Print the cells."""
     columns = ["batch", "context", "layer us", "LM head us", "step ms", "HBM floor ms", "times floor", "layer time"]
     rows = [
         [
@@ -140,9 +146,9 @@ def _show(contract: Contract, as_json: bool) -> None:
 
 
 def _write(result: StepEstimate, out: Path) -> None:
+    """Write the table as Markdown, JSON and PNG into the folder `out`."""
     from kernels.estimate_plot import plot_estimate
 
-    out.mkdir(parents=True)
     text = f"# Decode steps of {result.model}, estimated\n\nMilliseconds a step, the HBM floor in brackets; "
     text += "`~` marks layer times interpolated between simulated ones.\n\n"
     (out / "estimate.md").write_text(f"{text}{result.to_markdown()}\n")

@@ -11,12 +11,14 @@ import typer
 from flows import console
 from flows.cli import estimates, tune
 from flows.cli.output import JSON_OPTION, FailedError, emit_json, emit_table
-from flows.cli.weights import refuse_existing
+from flows.cli.report_folder import report_folder, writing_reports
 from flows.settings import UsageError
 
 if TYPE_CHECKING:
     from kernels.catalog import CheckKind
     from kernels.contract import DownDtype
+    from kernels.report import ProgramReport
+    from kernels.toolchain import Selection
     from quantize.model_config import ModelConfig
 
 DEFAULT_MODEL = "qwen3-14b"
@@ -113,34 +115,30 @@ def _run(
     as_json: bool,
 ) -> None:
     """Check the programs of `models` (name and form of down_proj), answer, and write reports to `out`."""
-    from flows.reaper import no_orphans
     from kernels.catalog import programs_for
     from kernels.program_report import write_program_reports
-    from kernels.toolchain import Selection, validate_all
+    from kernels.toolchain import Selection
 
     chosen = tuple(names) if names else None
     selections = [Selection(model_config(model), down, chosen, tuple(kinds)) for model, down in models]
     known = [case.name for case in programs_for(selections[0].config, selections[0].down)]
     if unknown := sorted(set(chosen or ()) - set(known)):
         raise UsageError(f"--program {', '.join(unknown)}: not known; the programs are {', '.join(known)}")
-    if out is not None:
-        _make(out)
-    with no_orphans(), console.ReleaseConsole().step("simulate" if kinds == ("simulated",) else "verify") as line:
-        found = validate_all(selections, workers=workers, progress=line.note)
-        ready = sum(report.status == "READY" for reports in found for report in reports)
-        line.outcome = f"{ready} of {sum(map(len, found))} READY"
-    titles = [Path(model).name + ("" if down == "int8" else "-down-bf16") for model, down in models]
-    answers: list[dict[str, Any]] = [
-        {"model": model, "down": down, "programs": [report.to_json() for report in reports]}
-        for (model, down), reports in zip(models, found, strict=True)
-    ]
-    if as_json:
-        emit_json(answers[0] if len(answers) == 1 else {"models": answers})
-    else:
-        emit_table(*_suite_table(titles, answers) if len(answers) > 1 else programs_table(answers[0]["programs"]))
-    if out is not None:
-        for title, reports in zip(titles, found, strict=True):
-            write_program_reports(out if len(models) == 1 else out / title, title, reports)
+    with report_folder(out):
+        found = _validated(selections, workers, "simulate" if kinds == ("simulated",) else "verify")
+        titles = [Path(model).name + ("" if down == "int8" else "-down-bf16") for model, down in models]
+        answers: list[dict[str, Any]] = [
+            {"model": model, "down": down, "programs": [report.to_json() for report in reports]}
+            for (model, down), reports in zip(models, found, strict=True)
+        ]
+        if as_json:
+            emit_json(answers[0] if len(answers) == 1 else {"models": answers})
+        else:
+            emit_table(*_suite_table(titles, answers) if len(answers) > 1 else programs_table(answers[0]["programs"]))
+        if out is not None:
+            with writing_reports(out):
+                for title, reports in zip(titles, found, strict=True):
+                    write_program_reports(out if len(models) == 1 else out / title, title, reports)
     failed = [
         f"{title}, {report.name}: {report.error}"
         for title, reports in zip(titles, found, strict=True)
@@ -151,15 +149,16 @@ def _run(
         raise FailedError("; ".join(failed))
 
 
-def _make(out: Path) -> None:
-    """Make the folder of reports before the work, so that a place that cannot be written is known at once."""
-    refuse_existing(out)
-    try:
-        out.mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(
-            f"--out {out}: cannot be made ({error.strerror}); choose a folder that can be written"
-        ) from None
+def _validated(selections: Sequence[Selection], workers: int | None, verb: str) -> list[list[ProgramReport]]:
+    """Check the programs that `selections` name, with a line of progress."""
+    from flows.reaper import no_orphans
+    from kernels.toolchain import validate_all
+
+    with no_orphans(), console.ReleaseConsole().step(verb) as line:
+        found = validate_all(selections, workers=workers, progress=line.note)
+        ready = sum(report.status == "READY" for reports in found for report in reports)
+        line.outcome = f"{ready} of {sum(map(len, found))} READY"
+    return found
 
 
 def programs_table(reports: list[dict[str, Any]]) -> tuple[str, list[str], list[list[object]]]:
