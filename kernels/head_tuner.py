@@ -19,8 +19,17 @@ from kernels.programs.base import Program
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.tile_rules import L0_BYTES, CubeTile, check_cube_tile
 from kernels.tiles import choose_cube_tile
-from kernels.tuned_tiles import TunedTile, merge_table
-from kernels.tuner import COPY_CYCLES, CYCLES_PER_BYTE, MAX_PIECES, Progress, Simulate, TuneResult, table_in_effect
+from kernels.tuned_tiles import TunedTile, check_target, merge_table
+from kernels.tuner import (
+    COPY_CYCLES,
+    CYCLES_PER_BYTE,
+    MAX_PIECES,
+    Progress,
+    Simulate,
+    TuneResult,
+    table_in_effect,
+    write_result,
+)
 from quantize.model_config import ModelConfig
 
 __all__ = ["head_tiles", "tune_lm_head"]
@@ -42,8 +51,10 @@ def tune_lm_head(
     """Search the tile of the LM head of `config` over windows of 16 rows; the one to use goes into `table`.
 
     `simulate` gives a program's time in us. The budget bounds the search over a few chunks; two simulations of the
-    whole head come on top. Raises ProgramError when the head does not compile.
+    whole head come on top. Raises ProgramError when `table` cannot be written or the head does not compile,
+    TableNotWrittenError when writing fails at the end.
     """
+    check_target(table)
     whole = LmHeadGreedy(LmHeadSpec.of(config, BATCH_WINDOW_ROWS))
     spec = whole.spec
     few = replace(config, vocab_size=min(config.vocab_size, SEARCHED_CHUNKS * spec.chunk_tokens))
@@ -81,11 +92,9 @@ def tune_lm_head(
         tuned_us = _with_tile(whole, entry(best, before_us, best_us), simulate, table)
         found = entry(best, whole_us, tuned_us)
         if tuned_us < whole_us:
-            merge_table(table, [found])
-            return TuneResult(whole_us, tuned_us, (found,), (), (), tried)
+            return write_result(table, TuneResult(whole_us, tuned_us, (found,), (), (), tried))
         dropped = (found,)
-    merge_table(table, [confirmed])
-    return TuneResult(whole_us, whole_us, (), dropped, (confirmed,), tried)
+    return write_result(table, TuneResult(whole_us, whole_us, (), dropped, (confirmed,), tried))
 
 
 def head_tiles(hidden: int, columns: int) -> list[CubeTile]:

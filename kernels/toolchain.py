@@ -32,7 +32,7 @@ from kernels.report import TIMELINE_FILE, CheckResult, ProgramReport, summarize
 from kernels.runner_process import Finished, run_request, runner_folder
 from kernels.source_closure import closure_digest
 from kernels.timeline import read_timeline
-from kernels.tuned_tiles import table_digest
+from kernels.tuned_tiles import read_table, table_digest, table_path
 from kernels.verdict import read_simulated_us, read_verification
 from quantize.budget import usable_cores
 from quantize.model_config import ModelConfig
@@ -101,10 +101,12 @@ def validate_all(
     shape. Up to `workers` checks run at once (as many as there are cores by default), fewer where memory is short;
     their number does not change a report. Results are kept under `cache_dir` (the user's cache by default);
     `timeout_s` bounds each check. A failing program is a FAILED report, not an exception; ProgramError is raised for
-    unknown names, ContractError for a model that no program covers, ToolchainError when PyPTO itself is missing.
+    unknown names and a table of tiles that cannot be used, ContractError for a model that no program covers,
+    ToolchainError when PyPTO itself is missing.
     """
     chosen = [_chosen_cases(selection) for selection in selections]
     pypto_version()
+    read_table(table_path())  # one that cannot be used is no failure of the programs
     root = cache_dir or default_cache_dir()
     cache, pool = CheckCache(root / "programs"), CheckPool(checked_workers(workers, usable_cores()))
 

@@ -26,10 +26,17 @@ from kernels.programs.linear import LinearW8A8, LinearW8A8Spec
 from kernels.report import HBM_BYTES_PER_US
 from kernels.tile_rules import L0_BYTES, CubeTile
 from kernels.tiles import CUBE_CORES
-from kernels.tuned_tiles import TABLE_VARIABLE, TunedTile, merge_table
+from kernels.tuned_tiles import EMPTY_TABLE, TABLE_VARIABLE, TunedTile, check_target, merge_table
 from quantize.model_config import ModelConfig
 
-__all__ = ["TuneResult", "candidate_tiles", "table_in_effect", "tune_decode_layer"]
+__all__ = [
+    "TableNotWrittenError",
+    "TuneResult",
+    "candidate_tiles",
+    "table_in_effect",
+    "tune_decode_layer",
+    "write_result",
+]
 
 CONTEXT_TOKENS = 256
 COPY_CYCLES = 1400
@@ -59,6 +66,23 @@ class TuneResult:
     dropped: tuple[TunedTile, ...]
     confirmed: tuple[TunedTile, ...]
     tried: int
+
+
+class TableNotWrittenError(ProgramError):
+    """A search ended and its table could not be written; `result` is what it found."""
+
+    def __init__(self, table: Path, result: TuneResult, reason: Exception) -> None:
+        self.result = result
+        super().__init__(f"{table}: not written ({reason}); what the search found is lost unless it is noted now")
+
+
+def write_result(table: Path, result: TuneResult) -> TuneResult:
+    """Put the tiles kept and confirmed into `table`; raises TableNotWrittenError, which holds the result."""
+    try:
+        merge_table(table, [*result.kept, *result.confirmed])
+    except (OSError, ProgramError) as error:
+        raise TableNotWrittenError(table, result, error) from error
+    return result
 
 
 def candidate_tiles(k: int, n: int, rows: int) -> list[CubeTile]:
@@ -91,11 +115,12 @@ def tune_decode_layer(
     """Search tiles for the INT8 matmuls of a decode layer of `config` over `rows` rows; `table` gets one for each.
 
     `simulate` gives a program's time in us. The budget bounds the search; simulations of the whole layer, one before
-    and up to three for each matmul, come on top. Raises ProgramError when `rows` is out of range or the layer does not
-    compile.
+    and up to three for each matmul, come on top. Raises ProgramError when `rows` is out of range, `table` cannot be
+    written or the layer does not compile; TableNotWrittenError when writing fails at the end.
     """
     if not 1 <= rows <= BATCH_WINDOW_ROWS:
         raise ProgramError(f"tiles are tuned for windows of 1 to {BATCH_WINDOW_ROWS} rows, not {rows}")
+    check_target(table)
     layer = DecodeLayer(DecodeLayerSpec.of(config, down, (CONTEXT_TOKENS,) * rows))
     with table_in_effect(table):
         before_us = simulate(layer)
@@ -109,10 +134,9 @@ def tune_decode_layer(
     kept, after_us = _gaining(found, layer, before_us, simulate, table)
     settled = {entry.key for entry in kept}
     confirmed = [used for _, used in searched if used.key not in settled]
-    merge_table(table, [*kept, *confirmed])
     dropped = tuple(entry for entry in found if entry.key not in settled)
     tried = sum(used.tried for _, used in searched)
-    return TuneResult(before_us, after_us, tuple(kept), dropped, tuple(confirmed), tried)
+    return write_result(table, TuneResult(before_us, after_us, tuple(kept), dropped, tuple(confirmed), tried))
 
 
 def _matmuls(config: ModelConfig, down: DownDtype) -> list[tuple[int, int]]:
@@ -193,16 +217,20 @@ def _reckoned_us(k: int, n: int, tile: CubeTile) -> float:
 
 @contextmanager
 def table_in_effect(table: Path) -> Iterator[None]:
-    """Make `table` the one that tiles are chosen from, here and in the subprocesses."""
+    """Make `table` the one that tiles are chosen from, here and in subprocesses; an empty one while it is absent."""
     before = os.environ.get(TABLE_VARIABLE)
-    os.environ[TABLE_VARIABLE] = str(table.absolute())
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[TABLE_VARIABLE]
-        else:
-            os.environ[TABLE_VARIABLE] = before
+    with tempfile.TemporaryDirectory() as folder:
+        if not table.exists():
+            table = Path(folder) / "tiles.json"
+            table.write_text(EMPTY_TABLE)
+        os.environ[TABLE_VARIABLE] = str(table.absolute())
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[TABLE_VARIABLE]
+            else:
+                os.environ[TABLE_VARIABLE] = before
 
 
 def _round_up(value: int, multiple: int) -> int:

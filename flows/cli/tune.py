@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import math
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from flows import console
-from flows.cli.output import JSON_OPTION, emit_json, emit_line, emit_table
+from flows.cli.output import JSON_OPTION, FailedError, emit_json, emit_line, emit_table
 from flows.settings import UsageError
+
+if TYPE_CHECKING:
+    from kernels.tuner import TuneResult
 
 DECODE_LAYER, LM_HEAD = "decode_layer", "lm_head_greedy"
 TUNABLE = (DECODE_LAYER, LM_HEAD)
@@ -40,26 +44,38 @@ def tune(
     from kernels.head_tuner import tune_lm_head
     from kernels.simulate import simulator
     from kernels.tuned_tiles import table_path
-    from kernels.tuner import tune_decode_layer
+    from kernels.tuner import TableNotWrittenError, tune_decode_layer
 
     if name not in TUNABLE:
         raise UsageError(f"{name}: cannot be tuned; expected one of {', '.join(TUNABLE)}")
     if name != DECODE_LAYER and rows != BATCH_WINDOW_ROWS:
         raise UsageError(f"--rows {rows}: {name} always works in windows of {BATCH_WINDOW_ROWS}; leave it out")
     config, target = model_config(model), table or table_path()
-    if not target.absolute().parent.is_dir():
-        raise UsageError(f"--table {target}: its folder does not exist")
-    if not os.access(target.absolute().parent, os.W_OK) or target.is_dir():
-        raise UsageError(f"--table {target}: cannot be written; name a file in a folder that can")
+    if not math.isfinite(budget):
+        raise UsageError(f"--budget {budget}: expected seconds")
+    unwritten: TableNotWrittenError | None = None
     with no_orphans(), console.ReleaseConsole().step("tune") as line:
-        if name == DECODE_LAYER:
-            result = tune_decode_layer(config, simulator(), target, rows=rows, budget_s=budget, progress=line.note)
-        else:
-            result = tune_lm_head(config, simulator(), target, budget_s=budget, progress=line.note)
+        try:
+            if name == DECODE_LAYER:
+                result = tune_decode_layer(config, simulator(), target, rows=rows, budget_s=budget, progress=line.note)
+            else:
+                result = tune_lm_head(config, simulator(), target, budget_s=budget, progress=line.note)
+        except TableNotWrittenError as error:
+            unwritten, result = error, error.result
         line.outcome = f"{result.tried} tiles tried, {result.before_us:.1f} to {result.after_us:.1f} us"
     if as_json:
         emit_json({"model": model, "table": str(target), **asdict(result)})
-        return
+    else:
+        _tables(name, model, result)
+        if unwritten is None:
+            settled = "" if result.kept else "no other tile made the whole program faster; those in use "
+            emit_line(f"{settled}written to {target}")
+    if unwritten is not None:
+        raise FailedError(str(unwritten))
+
+
+def _tables(name: str, model: str, result: TuneResult) -> None:
+    """Print the tiles found, and the time of the whole program."""
     part = "alone" if name == DECODE_LAYER else "whole head"
     columns = ["k", "n", "tile m, k in L0, k left, k right, n", f"{part} before us", f"{part} us", "tried", "outcome"]
     found = [
@@ -80,5 +96,4 @@ def tune(
         for entry in entries
     ]
     emit_table(f"Tiles of {name}, {Path(model).name} (cost model of the Ascend 910B2)", columns, found)
-    written = "" if result.kept else "no other tile made the whole program faster; those in use "
-    emit_line(f"{name}: {result.before_us:.1f} us before, {result.after_us:.1f} us after; {written}written to {target}")
+    emit_line(f"{name}: {result.before_us:.1f} us before, {result.after_us:.1f} us after")

@@ -22,9 +22,17 @@ from kernels.programs.linear import LinearW8A8, LinearW8A8Spec
 from kernels.programs.lm_head import LmHeadGreedy
 from kernels.tile_rules import CubeTile, check_cube_tile
 from kernels.tiles import choose_cube_tile
-from kernels.toolchain import check_key, run_check
-from kernels.tuned_tiles import SHIPPED_TABLE, TABLE_VARIABLE, TunedTile, merge_table, read_table, tuned_tile
-from kernels.tuner import FINALISTS, candidate_tiles, tune_decode_layer
+from kernels.toolchain import Selection, check_key, run_check, validate_all
+from kernels.tuned_tiles import (
+    SHIPPED_TABLE,
+    TABLE_VARIABLE,
+    TunedTile,
+    check_target,
+    merge_table,
+    read_table,
+    tuned_tile,
+)
+from kernels.tuner import FINALISTS, TableNotWrittenError, TuneResult, candidate_tiles, tune_decode_layer
 from kernels.verdict import ALL_PASSES, TENSOR_GRAPH
 from tests.kernels.programs_support import full_check
 
@@ -151,17 +159,109 @@ def test_the_table_comes_back_as_it_was_and_new_entries_replace_old_ones(tmp_pat
     assert read_table(table) == [dataclasses.replace(entry, simulated_us=10.0), other]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"tiles": [{}]}', '{"tiles": [{"k": 1, "tile": [16, 0, 1, 1, 1]}]}', "BAD TILE"]
-)
-def test_a_table_that_cannot_be_used_is_refused_by_path(text: str, tmp_path: Path) -> None:
+GOOD = {
+    "k": 512,
+    "n": 512,
+    "rows": 16,
+    "element_bytes": 1,
+    "tile": [16, 128, 512, 512, 96],
+    "before_us": 30,
+    "simulated_us": 20.0,
+    "tried": 9,
+}
+BAD_TABLES = [
+    b"",
+    b"\xff\xfe{}",
+    b"[" * 100_000,
+    b"[]",
+    b'{"tiles": 3}',
+    b'{"tiles": [5]}',
+    b'{"tiles": [{}]}',
+    b'{"tiles": [], "tiles": []}',
+    json.dumps({"tiles": [GOOD, {**GOOD, "tile": [16, 64, 512, 512, 96]}]}).encode(),
+    *(
+        json.dumps({"tiles": [{**GOOD, **changed}]}).encode()
+        for changed in (
+            {"k": "512"},
+            {"k": [1]},
+            {"k": -1},
+            {"n": True},
+            {"rows": 16.0},
+            {"rows": 32},
+            {"element_bytes": 7},
+            {"tried": 0},
+            {"before_us": "NaN"},
+            {"before_us": float("nan")},
+            {"simulated_us": -1},
+            {"tile": [32, 128, 512, 512, 96]},
+            {"tile": [16, 128, 512, 512]},
+            {"tile": [16, 128, 512, 512, 2048]},
+            {"more": 1},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("raw", BAD_TABLES, ids=lambda raw: raw[-60:].decode(errors="replace"))
+def test_a_table_that_cannot_be_used_is_refused_by_path(raw: bytes, tmp_path: Path) -> None:
     table = tmp_path / "tiles.json"
-    if text == "BAD TILE":
-        merge_table(table, [TunedTile(512, 512, 16, 1, TILE, 30.0, 20.0, 9)])
-        text = json.dumps(json.loads(table.read_text())).replace("128, 512, 512, 96", "128, 512, 512, 2048")
-    table.write_text(text)
-    with pytest.raises(ProgramError, match=r"tiles.json is no table of tiles .* tune again"):
-        read_table(table)
+    table.write_bytes(json.dumps({"tiles": [GOOD]}).encode())
+    (entry,) = read_table(table)
+    table.write_bytes(raw)
+    for use in (lambda: read_table(table), lambda: check_target(table), lambda: merge_table(table, [entry])):
+        with pytest.raises(ProgramError, match=r"tiles.json is no table of tiles .* tune again"):
+            use()
+    assert table.read_bytes() == raw
+
+
+def test_a_named_table_that_is_absent_or_no_file_is_refused_and_may_be_made_by_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "tiles.json"
+    monkeypatch.setenv(TABLE_VARIABLE, str(table))
+    with pytest.raises(ProgramError, match=r"tiles.json cannot be read .*name another in PYPTO_DEPLOY_TILES"):
+        tuned_tile(512, 512, 16, 1)
+    with pytest.raises(ProgramError, match=r"tiles.json cannot be read"):
+        validate_all([Selection(CONFIG)])
+    tune_decode_layer(CONFIG, lambda program: 0.1, table)
+    assert tuned_tile(2048, 1024, 16, 1) is not None
+    monkeypatch.setenv(TABLE_VARIABLE, str(tmp_path))
+    with pytest.raises(ProgramError, match="is no file"):
+        tuned_tile(512, 512, 16, 1)
+
+
+@pytest.mark.parametrize("search", [tune_decode_layer, tune_lm_head])
+def test_a_table_that_cannot_be_written_is_known_before_the_search(
+    search: Callable[..., TuneResult], tmp_path: Path
+) -> None:
+    def simulate(program: Program) -> float:
+        raise AssertionError(program)
+
+    (tmp_path / "file").write_text("")
+    for table, words in (
+        (tmp_path / "file", "no table of tiles"),
+        (tmp_path / "file" / "t", "its folder does not exist"),
+        (tmp_path, "is no file"),
+        (Path("/proc/tiles.json"), "cannot be written"),
+    ):
+        with pytest.raises(ProgramError, match=words):
+            search(CONFIG, simulate, table)
+
+
+@pytest.mark.parametrize("search", [tune_decode_layer, tune_lm_head])
+def test_a_table_that_breaks_during_the_search_does_not_lose_what_was_found(
+    search: Callable[..., TuneResult], tmp_path: Path
+) -> None:
+    table = tmp_path / "tiles.json"
+
+    def simulate(program: Program) -> float:
+        (tmp_path / ".tiles.json.new").mkdir(exist_ok=True)  # where the scratch file goes
+        return 0.1
+
+    with pytest.raises(TableNotWrittenError, match=r"tiles.json: not written") as caught:
+        search(CONFIG, simulate, table)
+    assert len(caught.value.result.confirmed) >= 1
+    assert not table.exists()
 
 
 def test_the_shipped_table_can_be_read_and_a_changed_table_is_a_new_check(
