@@ -7,6 +7,7 @@ This module knows nothing of programs.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -20,12 +21,15 @@ from importlib import metadata
 from pathlib import Path
 
 from kernels.errors import ToolchainError
+from kernels.runner_process import FULL_BYTES, SYSTEM_PATH
 from quantize.native_build import default_cache_dir
 
 __all__ = ["LIBRARY_NAME", "build_calculator", "default_cache_dir", "pypto_version", "system_cmake"]
 
 LIBRARY_NAME = "libtile_fwk_calculator.so"
 BUILD_TIMEOUT_S = 900.0
+BUILD_BYTES = 64 << 20
+"""Least room for a build and its library; a build that fills the disk up nevertheless goes on elsewhere too."""
 _ELF_MAGIC = b"\x7fELF"
 _BUILD_COMMAND = "import kernels.calculator as c, sys; c._build_in_process(sys.argv[1])"
 
@@ -55,9 +59,11 @@ def system_cmake() -> Path | None:
 def build_calculator(cache_dir: Path | None = None) -> Path:
     """Return the calculator library for this interpreter, building it on first use (about a minute).
 
-    Concurrent callers wait for one build; a read-only cache folder makes it go to a folder under the temporary
-    directory instead. Raises ToolchainError without cmake or a C++ compiler, or when the build fails.
+    Concurrent callers wait for one build; a cache folder that is read-only or on a full disk makes it go to a folder
+    under the temporary directory instead. Raises ToolchainError without cmake, when the build fails, and without a C++
+    compiler even when the library is there: PyPTO calls one for every program.
     """
+    _require_compiler()
     for root in (cache_dir or default_cache_dir(), Path(tempfile.gettempdir()) / f"pypto-deploy-{os.getuid()}"):
         folder = root / "calculator" / _toolchain_key()
         library = folder / LIBRARY_NAME
@@ -68,16 +74,27 @@ def build_calculator(cache_dir: Path | None = None) -> Path:
             if library.is_file():
                 return library
             folder.mkdir(parents=True, exist_ok=True)
+            if (free := shutil.disk_usage(folder).free) < BUILD_BYTES:
+                raise OSError(errno.ENOSPC, f"{free / 1e6:.0f} MB free, of {BUILD_BYTES / 1e6:.0f} MB for its build")
             lock = (folder / "lock").open("w")
         except OSError as error:
             logger.warning("cannot keep the calculator library in %s (%s)", folder, error)
             continue
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.is_file():
-                _build(folder)
+            if not library.is_file() and not _built_unless_full(folder):
+                continue
             return library
-    raise ToolchainError("no writable folder for the calculator library; set PYPTO_DEPLOY_CACHE to one")
+    raise ToolchainError(
+        f"no folder for the calculator library that can be written and has {BUILD_BYTES / 1e6:.0f} MB of room; "
+        "set PYPTO_DEPLOY_CACHE to one"
+    )
+
+
+def _require_compiler() -> None:
+    """Raise ToolchainError unless `g++` is where programs are compiled: the system's folders, then PATH."""
+    if shutil.which("g++", path=os.pathsep.join([SYSTEM_PATH, os.environ.get("PATH", "")])) is None:
+        raise ToolchainError("no C++ compiler on PATH; install one (Debian: `apt install g++`)")
 
 
 def _toolchain_key() -> str:
@@ -86,12 +103,22 @@ def _toolchain_key() -> str:
     return f"pypto-{parts[0]}-torch-{parts[1]}-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
 
 
+def _built_unless_full(folder: Path) -> bool:
+    """Build in `folder`; False, with a warning, when that fails and has filled the disk up."""
+    try:
+        _build(folder)
+    except (OSError, ToolchainError) as error:
+        if shutil.disk_usage(folder).free >= FULL_BYTES:
+            raise
+        logger.warning("cannot build the calculator library in %s, whose disk is full (%s)", folder, error)
+        return False
+    return True
+
+
 def _build(folder: Path) -> None:
     """Build in a subprocess (importing pypto here would bind its log folders) and publish by rename."""
     if system_cmake() is None:
         raise ToolchainError("no native cmake on PATH; install it (Debian: `apt install cmake g++`)")
-    if shutil.which("g++") is None and shutil.which("c++") is None:
-        raise ToolchainError("no C++ compiler on PATH; install one (Debian: `apt install g++`)")
     for abandoned in folder.glob("build-*"):
         shutil.rmtree(abandoned, ignore_errors=True)
     logger.info("building the interpreter's calculator library (about a minute, once)")

@@ -19,7 +19,7 @@ from typing import TypeVar
 from kernels.errors import ToolchainError
 from quantize.budget import CGROUP_ROOT
 
-__all__ = ["CheckPool", "available_bytes", "checked_workers"]
+__all__ = ["CheckPool", "available_bytes", "checked_workers", "total_bytes"]
 
 Result = TypeVar("Result")
 
@@ -85,6 +85,15 @@ def checked_workers(workers: int | None, cores: int) -> int:
     if workers is not None and workers < 1:
         raise ToolchainError(f"{workers} workers: expected at least 1")
     return workers or cores
+
+
+def total_bytes(root: Path = CGROUP_ROOT) -> int:
+    """Memory of the machine, at most what the control group allows."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(total, int((root / "memory.max").read_text()))
+    except (OSError, ValueError):  # no control group, or none with a limit ("max")
+        return total
 
 
 def available_bytes(root: Path = CGROUP_ROOT) -> int:

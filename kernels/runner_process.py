@@ -35,6 +35,10 @@ The compiler it calls for every program, `g++`, may stand elsewhere, so the call
 FOLDER_PREFIX = "pypto-run-"
 LOCK_FILE = "owner.lock"
 SWEEP_AGE_S = 60.0
+MIN_FREE_BYTES = 256 << 20
+"""Least room on the disk for a request to start: PyPTO writes some hundred megabytes for a small shape."""
+FULL_BYTES = 16 << 20
+"""Less than this left after a failure: the disk is full, whatever the failure says."""
 _POLL_S = 0.1
 _DROPPED = ("ASCEND_HOME_PATH", "PYTHONHOME", "LD_PRELOAD")
 
@@ -52,15 +56,29 @@ class Finished:
 def runner_folder() -> Iterator[Path]:
     """A temporary folder for one request, removed at the end with everything PyPTO wrote.
 
-    Folders whose owner was killed are removed on the way: each holds a lock as long as its owner lives.
+    Folders whose owner was killed are removed on the way: each holds a lock as long as its owner lives. Raises
+    ToolchainError when the disk has no room for a request.
     """
     _sweep_abandoned(Path(tempfile.gettempdir()))
+    if lack := lack_of_space(Path(tempfile.gettempdir()), MIN_FREE_BYTES):
+        raise ToolchainError(lack)
     with (
         tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as folder,
         (Path(folder) / LOCK_FILE).open("w") as lock,
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield Path(folder)
+
+
+def lack_of_space(folder: Path, least_bytes: int) -> str:
+    """What is wrong and what to do, when less than `least_bytes` are free on the disk of `folder`; otherwise empty."""
+    free = shutil.disk_usage(folder).free
+    if free >= least_bytes:
+        return ""
+    return (
+        f"the disk of {folder} has {free / 1e6:.0f} MB free, of {least_bytes / 1e6:.0f} MB that are needed at least; "
+        "make room, or set TMPDIR to a folder on another disk"
+    )
 
 
 def _sweep_abandoned(parent: Path) -> None:
@@ -108,7 +126,8 @@ def run_request(
     result = folder / "result.json"
     if process.returncode != 0 or not result.is_file():
         reason = _reason(complained) or f"exit status {process.returncode}"
-        raise ProgramError("; ".join(part for part in (reason, read_error_log(logs)) if part))
+        lack = lack_of_space(folder, FULL_BYTES)
+        raise ProgramError("; ".join(part for part in (lack, reason, read_error_log(logs)) if part))
     return Finished(json.loads(result.read_text()), printed, output)
 
 

@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import json
 import logging
+import math
 import shutil
 import threading
 import time
@@ -20,13 +21,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 from kernels.calculator import build_calculator, default_cache_dir, pypto_version
 from kernels.catalog import CHECK_KINDS, Check, CheckKind, programs_for
 from kernels.check_cache import CheckCache
-from kernels.check_pool import CheckPool, checked_workers
+from kernels.check_pool import CheckPool, checked_workers, total_bytes
 from kernels.contract import DownDtype
 from kernels.errors import ProgramError, ToolchainError
+from kernels.programs.base import Program
 from kernels.programs.registry import program_to_json
 from kernels.report import TIMELINE_FILE, CheckResult, ProgramReport, summarize
 from kernels.runner_process import Finished, run_request, runner_folder
@@ -40,7 +46,9 @@ from quantize.model_config import ModelConfig
 __all__ = [
     "DEFAULT_TIMEOUT_S",
     "Selection",
+    "argument_bytes",
     "check_key",
+    "check_memory",
     "expected_peak_bytes",
     "run_check",
     "validate",
@@ -55,6 +63,10 @@ PROGRAM_FILE = "program.json.gz"
 BASE_BYTES = 600 * 10**6
 SIMULATED_COPIES = 4
 VERIFIED_COPIES = 30
+LEAST_COPIES = 2
+"""How often every check holds its arguments at least: three times and eleven times were seen."""
+BACKED_ELEMENTS = 1 << 20
+"""Zeros of more elements are only reckoned with, not allocated, where sizes alone are asked for."""
 
 Progress = Callable[[str], None]
 logger = logging.getLogger(__name__)
@@ -104,6 +116,8 @@ def validate_all(
     unknown names and a table of tiles that cannot be used, ContractError for a model that no program covers,
     ToolchainError when PyPTO itself is missing.
     """
+    if not 0 < timeout_s < math.inf:
+        raise ToolchainError(f"a timeout of {timeout_s} s: expected a number of seconds above 0")
     chosen = [_chosen_cases(selection) for selection in selections]
     pypto_version()
     read_table(table_path())  # one that cannot be used is no failure of the programs
@@ -128,6 +142,11 @@ def validate_all(
 
 def _chosen_cases(selection: Selection) -> list[tuple[str, list[Check]]]:
     """The chosen programs of a model with their chosen checks; those without any are left out."""
+    if selection.names == ():
+        raise ProgramError("no program is named; expected at least one, or None for all")
+    if not selection.kinds or not set(selection.kinds) <= set(CHECK_KINDS):
+        found = ", ".join(map(str, selection.kinds)) or "none"
+        raise ProgramError(f"kinds of checks: found {found}, expected some of {', '.join(CHECK_KINDS)}")
     cases = programs_for(selection.config, selection.down)
     known = [case.name for case in cases]
     if unknown := sorted(set(selection.names or ()) - set(known)):
@@ -168,7 +187,37 @@ def expected_peak_bytes(check: Check) -> int:
     simulation of its LM head). Verification holds an argument once a loop that reads it, which is reckoned generously.
     """
     copies = SIMULATED_COPIES if check.passes is None else VERIFIED_COPIES
-    return BASE_BYTES + copies * sum(tensor.nbytes for tensor in check.program.shape_inputs().values())
+    return BASE_BYTES + copies * argument_bytes(check.program)
+
+
+def argument_bytes(program: Program) -> int:
+    """Bytes of all arguments at the program's shape, without allocating the large ones."""
+    with _UnbackedZeros():
+        return sum(tensor.nbytes for tensor in program.shape_inputs().values())
+
+
+def check_memory(check: Check) -> None:
+    """Raise ToolchainError, naming both numbers, when the arguments of `check` cannot be held on this machine."""
+    needed, total = LEAST_COPIES * argument_bytes(check.program), total_bytes()
+    if needed > total:
+        raise ToolchainError(
+            f"the check needs {needed / 1e9:.1f} GB for its arguments alone, and this machine has {total / 1e9:.1f} GB "
+            "of memory in all; check it on a larger one"
+        )
+
+
+class _UnbackedZeros(TorchFunctionMode):
+    """Makes `torch.zeros` of large sizes return one zero, expanded: the same shape, dtype and `nbytes`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros:
+            size = tuple(args) if args and isinstance(args[0], int) else tuple(args[0])
+            if math.prod(size) > BACKED_ELEMENTS:
+                return torch.zeros((), **kwargs).expand(size)
+        return func(*args, **kwargs)
 
 
 def run_check(
@@ -177,17 +226,18 @@ def run_check(
     """The result of `check`, from `cache` or by running it; only a passed check is kept.
 
     `pool` is the one that this check runs in, if any: it waits there for its memory, and ends when the pool stops. A
-    tile that breaks a rule is a failed check at once, before anything is built.
+    tile that breaks a rule, and a check that this machine cannot hold, fail at once, before anything is built.
     """
     key = check_key(check)
     try:
         check.program.check_tiles()
+        known = cache.get(key)
+        if known is not None:
+            return known
+        check_memory(check)
     except ProgramError as error:
         shape = check.program.spec.to_json()
         return CheckResult(kind=check.kind, key=key, shape=shape, ok=False, error=str(error), note=check.note)
-    known = cache.get(key)
-    if known is not None:
-        return known
     stopped = None if pool is None else pool.stopped
     # Memory first: who holds a key's lock must be able to go on.
     with nullcontext() if pool is None else pool.holding(expected_peak_bytes(check)), cache.locked(key):

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from kernels.calculator import build_calculator, default_cache_dir
-from kernels.catalog import builtin_config, programs_for
+from kernels.catalog import Check, builtin_config, programs_for
 from kernels.check_cache import CheckCache
-from kernels.check_pool import CheckPool, available_bytes, checked_workers
-from kernels.errors import ToolchainError
-from kernels.toolchain import Selection, expected_peak_bytes, run_check, validate_all
+from kernels.check_pool import CheckPool, available_bytes, checked_workers, total_bytes
+from kernels.errors import ProgramError, ToolchainError
+from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
+from kernels.toolchain import Selection, argument_bytes, expected_peak_bytes, run_check, validate, validate_all
 from tests.kernels.programs_support import full_check, head_program, sabotage
 from tests.serving.golden_executor import CONFIG
 
@@ -159,6 +160,43 @@ def test_the_memory_that_is_free_is_at_most_what_the_control_group_leaves(tmp_pa
     assert available_bytes(tmp_path) == 600_000
     (tmp_path / "memory.max").write_text("max\n")
     assert available_bytes(tmp_path) > 600_000
+
+
+def test_a_check_that_the_machine_cannot_hold_fails_without_allocating_anything(tmp_path: Path) -> None:
+    head = LmHeadGreedy(LmHeadSpec(16384, 1 << 24, 1 << 24, 1e-6, 16, 6144))
+    assert argument_bytes(head) > 1 << 39
+    check = Check("simulated", head, None)
+    result = run_check(check, CheckCache(tmp_path), tmp_path, timeout_s=1, pool=CheckPool(1))
+    assert not result.ok
+    needed, total = 2 * argument_bytes(head) / 1e9, total_bytes() / 1e9
+    assert f"needs {needed:.1f} GB for its arguments alone, and this machine has {total:.1f} GB" in result.error
+
+
+def test_sizes_are_reckoned_without_allocating_as_they_would_be(tmp_path: Path) -> None:
+    for case in programs_for(builtin_config("smollm2-135m")):
+        program = case.checks[0].program
+        assert argument_bytes(program) == sum(tensor.nbytes for tensor in program.shape_inputs().values())
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert total_bytes(tmp_path) == 1_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert total_bytes(tmp_path) >= available_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"timeout_s": 0}, "timeout of 0 s"),
+        ({"timeout_s": -5}, "timeout of -5 s"),
+        ({"timeout_s": float("nan")}, "timeout of nan s"),
+        ({"kinds": ("nope",)}, "found nope, expected some of small, own width, simulated"),
+        ({"kinds": ()}, "found none, expected some of"),
+        ({"names": []}, "no program is named"),
+    ],
+)
+def test_selections_that_mean_nothing_are_refused(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ProgramError, match=words):
+        validate(builtin_config("smollm2-135m"), cache_dir=tmp_path, **changed)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_workers_are_refused() -> None:
