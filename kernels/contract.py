@@ -29,6 +29,8 @@ BATCH_WINDOW_ROWS = 16
 MAX_ROPE_POSITIONS = 4096
 MAX_REDUCTION = 65536
 """Longest reduction whose INT32 sum cannot overflow with activations in -127..127: 127 * 128 * 2**16 < 2**31."""
+MAX_VOCAB = 1 << 24
+"""Most ids: programs that choose them carry them through FP32, which holds every whole number up to 2**24."""
 
 DownDtype = Literal["int8", "bf16"]
 SlabDtype = Literal["INT8", "BF16", "FP32"]
@@ -164,6 +166,7 @@ SHAPE_RULES = (
         ShapeRule("int32-sum", size, "at most", str(MAX_REDUCTION), "longer INT32 sums could overflow")
         for size in ("hidden_size", "intermediate_size", "q_size")
     ),
+    ShapeRule("fp32-ids", "vocab_size", "at most", str(MAX_VOCAB), "ids are carried through FP32"),
 )
 """What a model's shape must obey so that its slabs mean what the table says."""
 

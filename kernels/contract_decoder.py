@@ -35,6 +35,7 @@ _RULES = (
     ShapeRule("head-tile", "head_dim", "a multiple of", "16", "a head is whole fractals"),
     ShapeRule("head-limit", "head_dim", "at most", "256", "one head's tile must fit the matrix unit"),
     ShapeRule("hidden-fractal", "hidden_size", "a multiple of", "32", "INT8 fractals are 32 wide"),
+    ShapeRule("top-ids", "vocab_size", "at least", str(TOP_IDS), "topk_select gives that many ids of every row"),
     ShapeRule("mlp-fractal", "intermediate_size", "a multiple of", "32", "INT8 fractals are 32 wide"),
 )
 

@@ -45,9 +45,9 @@ class ShapeRule:
         left, right = _value(self.left, config), _value(self.right, config)
         if _holds(left, self.relation, right):
             return None
-        wanted = f"{right:g}" if _is_number(self.right) else f"{self.right} {right:g}"
+        wanted = _text(right) if _is_number(self.right) else f"{self.right} {_text(right)}"
         relation = "" if self.relation == "is" else f"{self.relation} "
-        return f"{self.left} is {left:g}, expected {relation}{wanted} ({self.name}: {self.why})"
+        return f"{self.left} is {_text(left)}, expected {relation}{wanted} ({self.name}: {self.why})"
 
 
 def shape_problems(rules: Iterable[ShapeRule], config: ModelConfig) -> list[str]:
@@ -59,7 +59,15 @@ def shape_problems(rules: Iterable[ShapeRule], config: ModelConfig) -> list[str]
 
 
 def _value(side: str, config: ModelConfig) -> float:
-    return float(side) if _is_number(side) else float(getattr(config, side))
+    if _is_number(side):
+        return int(side) if side.isdigit() else float(side)
+    value: float = getattr(config, side)
+    return value
+
+
+def _text(value: float) -> str:
+    """Sizes with every digit, other numbers with six."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _is_number(side: str) -> bool:
