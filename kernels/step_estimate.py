@@ -41,6 +41,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 SIMULATED_BATCHES = (1, 4, 16)
 SIMULATED_CONTEXTS = (128, 1024, 4096)
+MAX_BATCH = 1 << 16
+"""Most rows that are reckoned with: 4096 windows, more than any cache holds the keys of."""
 
 Simulate = Callable[[Program], float]
 """Simulated time of a program in us."""
@@ -114,16 +116,22 @@ def estimate_steps(
     model: str,
     down: DownDtype = "int8",
     batches: Sequence[int] = BATCHES,
-    contexts: Sequence[int] = CONTEXTS,
+    contexts: Sequence[int] | None = None,
     simulated_batches: Sequence[int] = SIMULATED_BATCHES,
-    simulated_contexts: Sequence[int] = SIMULATED_CONTEXTS,
+    simulated_contexts: Sequence[int] | None = None,
 ) -> StepEstimate:
-    """Estimate every batch of `batches` at every context of `contexts` (tokens).
+    """Estimate every batch of `batches` at every context of `contexts` (tokens); one that is given twice, once.
+
+    Contexts that are not given are `CONTEXTS` and `SIMULATED_CONTEXTS` as far as the model's positions go, its longest
+    one among them.
 
     `simulate` is called for the layer at each pair of simulated batch (at most 16) and context, and for the LM head at
     each window size. Raises ProgramError for sizes out of range, or that lie outside the simulated ones.
     """
-    _check_grid(config, batches, contexts, simulated_batches, simulated_contexts)
+    longest = _longest(config)
+    contexts = _cut(CONTEXTS, longest) if contexts is None else contexts
+    simulated_contexts = _cut(SIMULATED_CONTEXTS, longest) if simulated_contexts is None else simulated_contexts
+    _check_grid(longest, batches, contexts, simulated_batches, simulated_contexts)
     anchors = {
         (rows, tokens): simulate(_layer(config, down, rows, tokens))
         for rows in sorted(set(simulated_batches))
@@ -131,7 +139,9 @@ def estimate_steps(
     }
     heads = {rows: simulate(_head(config, rows)) for rows in sorted({_window_rows(batch) for batch in batches})}
     cells = [
-        _cell(config, down, batch, tokens, anchors, heads) for batch in sorted(batches) for tokens in sorted(contexts)
+        _cell(config, down, batch, tokens, anchors, heads)
+        for batch in sorted(set(batches))
+        for tokens in sorted(set(contexts))
     ]
     return StepEstimate(model, down, config.num_layers, tuple(cells))
 
@@ -228,19 +238,27 @@ def _hbm_bytes(program: Program, rows: int, values: Mapping[str, Tensor]) -> int
     return program.hbm_bytes({**shaped, **values})
 
 
+def _longest(config: ModelConfig) -> int:
+    """Most tokens of context that the programs cover, by the model's positions and the contract's."""
+    return min(config.max_position_tokens, MAX_ROPE_POSITIONS)
+
+
+def _cut(contexts: Iterable[int], longest: int) -> tuple[int, ...]:
+    return tuple(sorted({min(tokens, longest) for tokens in contexts}))
+
+
 def _check_grid(
-    config: ModelConfig,
+    longest: int,
     batches: Iterable[int],
     contexts: Iterable[int],
     simulated_batches: Iterable[int],
     simulated_contexts: Iterable[int],
 ) -> None:
-    longest = min(config.max_position_tokens, MAX_ROPE_POSITIONS)
-    windows, known_rows = [_window_rows(batch) for batch in batches], list(simulated_batches)
+    batches, known_rows = list(batches), list(simulated_batches)
     tokens, known_tokens = list(contexts), list(simulated_contexts)
     problems = []
     for what, values, limit in (
-        ("batch", windows, BATCH_WINDOW_ROWS),
+        ("batch", batches, MAX_BATCH),
         ("simulated batch", known_rows, BATCH_WINDOW_ROWS),
         ("context", tokens, longest),
         ("simulated context", known_tokens, longest),
@@ -248,8 +266,13 @@ def _check_grid(
         if not values:
             problems.append(f"no {what} is given")
         elif min(values) < 1 or max(values) > limit:
-            problems.append(f"{what} of {min(values)} to {max(values)}: expected 1 to {limit}")
+            positions = ", as the model's positions and the programs allow: leave the others out"
+            problems.append(
+                f"{what} of {min(values)} to {max(values)}: expected 1 to {limit}"
+                + (positions if what.endswith("context") else "")
+            )
     if not problems:
+        windows = [_window_rows(batch) for batch in batches]
         for what, values, known in (("batch", windows, known_rows), ("context", tokens, known_tokens)):
             if min(values) < min(known) or max(values) > max(known):
                 problems.append(

@@ -30,13 +30,13 @@ def estimate(
     down: Down = typer.Option(Down.int8, help="Form of down_proj."),
     batch: list[int] | None = typer.Option(None, help="Rows (repeatable) [default: 1 2 4 8 16 32 64]."),
     context: list[int] | None = typer.Option(
-        None, help="Tokens of context a row (repeatable) [default: 128 256 512 1024 2048 4096]."
+        None, help="Tokens of context a row (repeatable) [default: 128 256 512 1024 2048 4096, up to the model's]."
     ),
     simulated_batch: list[int] | None = typer.Option(
         None, help="Rows that are simulated, the others interpolated [default: 1 4 16]."
     ),
     simulated_context: list[int] | None = typer.Option(
-        None, help="Contexts that are simulated, the others interpolated [default: 128 1024 4096]."
+        None, help="Contexts that are simulated, the others interpolated [default: 128 1024 4096, up to the model's]."
     ),
     as_json: bool = JSON_OPTION,
 ) -> None:
@@ -44,7 +44,7 @@ def estimate(
     from flows.cli.programs import model_config
     from flows.reaper import no_orphans
     from kernels.simulate import simulator
-    from kernels.step_estimate import BATCHES, CONTEXTS, SIMULATED_BATCHES, SIMULATED_CONTEXTS, estimate_steps
+    from kernels.step_estimate import BATCHES, SIMULATED_BATCHES, estimate_steps
 
     config = model_config(model)
     with report_folder(out):
@@ -55,9 +55,9 @@ def estimate(
                 model=Path(model).name,
                 down=down.value,
                 batches=batch or BATCHES,
-                contexts=context or CONTEXTS,
+                contexts=context or None,
                 simulated_batches=simulated_batch or SIMULATED_BATCHES,
-                simulated_contexts=simulated_context or SIMULATED_CONTEXTS,
+                simulated_contexts=simulated_context or None,
             )
             known = sum(cell.origin == "simulated" for cell in result.cells)
             line.outcome = f"{known} of {len(result.cells)} cells simulated, the others interpolated"

@@ -100,7 +100,23 @@ def test_tables_mark_what_is_interpolated() -> None:
     assert plot_estimate(result).startswith(b"\x89PNG")
 
 
-def test_a_model_with_short_contexts_is_not_estimated_beyond_them() -> None:
-    short = dataclasses.replace(CONFIG, max_position_tokens=2048)
-    with pytest.raises(ProgramError, match="context of 128 to 4096: expected 1 to 2048"):
-        estimate_steps(short, slow, model="m")
+@pytest.mark.parametrize(
+    ("positions", "contexts"), [(2048, [128, 256, 512, 1024, 2048]), (300, [128, 256, 300]), (1, [1])]
+)
+def test_contexts_that_are_not_given_go_as_far_as_the_model(positions: int, contexts: list[int]) -> None:
+    short = dataclasses.replace(CONFIG, max_position_tokens=positions)
+    result = estimate_steps(short, slow, model="short", batches=(1,))
+    assert [cell.context_tokens for cell in result.cells] == contexts
+    assert result.cells[-1].origin == "simulated"
+    with pytest.raises(
+        ProgramError, match=rf"expected 1 to {positions}, as the model's positions .*leave the others out"
+    ):
+        estimate_steps(short, slow, model="short", contexts=(positions, positions + 1))
+
+
+def test_sizes_given_twice_are_estimated_once_and_batches_have_an_end() -> None:
+    assert list(cells(batches=(1, 2, 1), contexts=(128, 128))) == [(1, 128), (2, 128)]
+    result = estimate_steps(CONFIG, slow, model="qwen3-14b", batches=(1, 1), contexts=(128, 128))
+    assert len(result.cells) == 1
+    with pytest.raises(ProgramError, match="batch of 1 to 100000000000000000000: expected 1 to 65536"):
+        cells(batches=(1, 10**20))
