@@ -31,10 +31,7 @@ class GuardedRun:
 
     def compared(self) -> tuple[Comparison, ...]:
         """The outputs against the program's golden, which may say something of scratch too."""
-        golden = self.program.golden(self.inputs)
-        return compare_outputs(
-            self.program, self.outputs, {name: want for name, want in golden.items() if name in self.outputs}
-        )
+        return compare_outputs(self.program, self.outputs, self.program.golden(self.inputs))
 
 
 def run_guarded(programs: Sequence[Program], seed: int = 1, cache_dir: Path | None = None) -> list[GuardedRun]:

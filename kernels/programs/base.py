@@ -1,7 +1,8 @@
 """What a program is: its arguments as data, its golden, its tolerances, and the check of arguments before a call.
 
-PyPTO does not check a call: a tensor of the wrong dtype or shape is reinterpreted byte by byte. So every call goes
-through `check_arguments`. This module knows nothing of pypto.
+PyPTO does not check a call: a tensor of the wrong dtype or shape is reinterpreted byte by byte, and one that is read
+under one name while it is written under another holds whichever came first. So every call goes through
+`check_arguments`. This module knows nothing of pypto.
 """
 
 from __future__ import annotations
@@ -115,8 +116,9 @@ class Program(ABC):
 def check_arguments(program: Program, tensors: Mapping[str, Tensor], *, values: bool = True) -> list[Tensor]:
     """Check `tensors` against the program's arguments and return them in call order.
 
-    Raises ProgramError naming every mismatch: missing or unknown names, dtype, shape, memory layout, then (unless
-    `values` is False: the caller checked them before they went to a device) values.
+    Raises ProgramError naming every mismatch: missing or unknown names, dtype, shape, memory layout, memory shared with
+    an argument that is written, then (unless `values` is False: the caller checked them before they went to a device)
+    values.
     """
     arguments = program.arguments()
     known = {argument.name for argument in arguments}
@@ -125,6 +127,14 @@ def check_arguments(program: Program, tensors: Mapping[str, Tensor], *, values: 
         tensor = tensors.get(argument.name)
         if tensor is None:
             problems.append(f"`{argument.name}` is missing")
+            continue
+        if not isinstance(tensor, Tensor):
+            problems.append(f"`{argument.name}` is a {type(tensor).__name__}, expected a tensor")
+            continue
+        if tensor.is_meta or tensor.layout != torch.strided:
+            problems.append(
+                f"`{argument.name}` is a {tensor.layout} tensor on {tensor.device}, expected one with memory"
+            )
             continue
         if tensor.dtype != argument.dtype:
             problems.append(f"`{argument.name}` is {tensor.dtype}, expected {argument.dtype}")
@@ -136,11 +146,28 @@ def check_arguments(program: Program, tensors: Mapping[str, Tensor], *, values: 
             problems.append(f"`{argument.name}` is empty")
         if not tensor.is_contiguous():
             problems.append(f"`{argument.name}` is not contiguous; pass `.contiguous()`")
+    if not problems:
+        problems = _shared_memory(arguments, tensors)
     if problems:
         raise ProgramError(f"{program.name} cannot be called: " + "; ".join(problems))
     if values:
         program.check_values(tensors)
     return [tensors[argument.name] for argument in arguments]
+
+
+def _shared_memory(arguments: Sequence[Argument], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Pairs of contiguous arguments that overlap in memory, of which at least one is written."""
+    spans = [(tensor.device, tensor.data_ptr(), tensor.nbytes) for tensor in (tensors[a.name] for a in arguments)]
+    return [
+        f"`{written.name}`, which is written, shares memory with `{other.name}`; pass a tensor of its own"
+        for at, (written, (device, start, size)) in enumerate(zip(arguments, spans, strict=True))
+        if written.direction != "in"
+        for number, (other, (its_device, its_start, its_size)) in enumerate(zip(arguments, spans, strict=True))
+        if (number > at or (number < at and other.direction == "in"))
+        and device == its_device
+        and start < its_start + its_size
+        and its_start < start + size
+    ]
 
 
 def check_rows(program: str, tensors: Mapping[str, Tensor], names: Sequence[str]) -> None:
@@ -166,9 +193,20 @@ def make_outputs(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, T
 def compare_outputs(
     program: Program, tensors: Mapping[str, Tensor], golden: Mapping[str, Tensor]
 ) -> tuple[Comparison, ...]:
-    """Compare what a call left in `tensors` with `golden`, output by output, in torch and not by the verifier."""
+    """Compare what a call left in `tensors` with `golden`, output by output, in torch and not by the verifier.
+
+    A golden may say something of scratch too, which a call need not return. Raises ProgramError for an output that
+    `tensors` lacks.
+    """
     tolerances = program.tolerances()
-    return tuple(_compare(name, tensors[name], want, tolerances.get(name, "exact")) for name, want in golden.items())
+    scratch = {argument.name for argument in program.arguments() if argument.direction == "scratch"}
+    if lost := [name for name in golden if name not in tensors and name not in scratch]:
+        raise ProgramError(f"{program.name} cannot be compared with its golden: outputs {', '.join(lost)} are missing")
+    return tuple(
+        _compare(name, tensors[name], want, tolerances.get(name, "exact"))
+        for name, want in golden.items()
+        if name in tensors
+    )
 
 
 def _compare(name: str, have: Tensor, want: Tensor, tolerance: str) -> Comparison:
