@@ -20,13 +20,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernels import abi_pypto_lib
-from kernels.contract_registry import match_checkpoint
-from kernels.errors import ContractError, StagingError
+from kernels.contract_registry import CONTRACTS, match_checkpoint
+from kernels.errors import ContractError, KernelsError, StagingError
 from kernels.slab_writer import check_space, write_slabs
-from kernels.slabs import MANIFEST_FILE, SLAB_FILE, config_to_json
+from kernels.slabs import MANIFEST_FILE, SLAB_FILE, config_from_json, config_to_json
 from kernels.stage_contract import Contract
 from kernels.staging import check_sources
 from quantize.checkpoint import CONFIG_NAME, CheckpointReader, combine_digests, file_sha256, tensor_sha256
+from quantize.json_files import parse_json
 from quantize.model_config import ModelConfig
 from quantize.staging_folder import StagingFolder
 
@@ -83,13 +84,7 @@ def export_checkpoint(
             tensors = write_slabs(reader, slabs, folder.path / SLAB_FILE, progress, sources.add)
             constants = abi_pypto_lib.kernel_constants(config)
             manifest = {
-                "contract": {
-                    "name": contract.name,
-                    "version": contract.version,
-                    "fingerprint": contract.fingerprint(),
-                    "limits": asdict(contract.limits),
-                    "kv_layout": contract.kv_layout,
-                },
+                "contract": _contract_entry(contract),
                 "config": config_to_json(config),
                 "source_digest": sources.finish(),
                 "kernel_constants": constants,
@@ -118,23 +113,28 @@ def export_checkpoint(
 
 
 def verify_export(directory: Path) -> list[str]:
-    """Read every tensor of an exported folder and compare it with the manifest; the problems found, empty when sound.
+    """Compare an exported folder's tensors with its manifest, and that with the registered contract; empty when sound.
+
+    Every tensor is read. The manifest must say what an export of its config would: contract and fingerprint, stages,
+    constants, shapes and digest.
 
     Raises StagingError when `directory` holds no manifest of an export.
     """
     path = directory / MANIFEST_FILE
     try:
-        manifest = json.loads(path.read_text())
+        manifest = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise StagingError(f"{path} cannot be read ({error}); expected a folder written by `stage --abi`") from error
     if not isinstance(manifest, dict) or not set(manifest) >= MANIFEST_KEYS:
         raise StagingError(f"{path} is no manifest of an export; expected a folder written by `stage --abi`")
     recorded = manifest["tensors"]
-    problems = []
+    if not isinstance(recorded, dict) or not all(_is_record(entry) for entry in recorded.values()):
+        raise StagingError(f"{path}: its `tensors` are not dtype, shape and sha256 of each by name; stage again")
+    problems = _manifest_problems(manifest)
     try:
         opened = safe_open(directory / SLAB_FILE, framework="pt")
     except (OSError, SafetensorError) as error:
-        return [f"{directory / SLAB_FILE} cannot be read ({error}): damaged or truncated, stage again"]
+        return [f"{directory / SLAB_FILE} cannot be read ({error}): damaged or truncated, stage again", *problems]
     with opened as file:
         found = set(file.keys())
         problems += [f"{name} is recorded but absent" for name in sorted(recorded.keys() - found)]
@@ -146,6 +146,52 @@ def verify_export(directory: Path) -> list[str]:
             elif tensor_sha256(tensor) != recorded[name]["sha256"]:
                 problems.append(f"{name} does not have the recorded sha256 {recorded[name]['sha256']}")
     return problems
+
+
+def _is_record(entry: object) -> bool:
+    return isinstance(entry, dict) and set(entry) == {"dtype", "shape", "sha256"}
+
+
+def _manifest_problems(manifest: dict[str, Any]) -> list[str]:
+    """Where the manifest differs from what an export of its config by the registered contract would say."""
+    found, tensors = manifest["contract"], manifest["tensors"]
+    name = found.get("name") if isinstance(found, dict) else found
+    contract = next((each for each in CONTRACTS if each.name == name and each.abi in ABIS), None)
+    if contract is None:
+        exported = ", ".join(each.name for each in CONTRACTS if each.abi in ABIS)
+        return [f"contract {name!r} is not registered for exports; those are {exported}"]
+    expected = _contract_entry(contract)
+    problems = [
+        f"contract {name}: {key} is {found.get(key)!r}, registered is {expected.get(key)!r}; stage again"
+        for key in sorted(expected.keys() | found.keys())
+        if found.get(key) != expected.get(key)
+    ]
+    if manifest["stages"] != _stages(contract):
+        problems.append(f"stages are not those of contract {name}; stage again")
+    try:
+        config = config_from_json(manifest["config"])
+        slabs = contract.resolved_slabs(config)
+    except KernelsError as error:
+        return [*problems, f"config cannot be that of an export: {error}"]
+    if manifest["kernel_constants"] != abi_pypto_lib.kernel_constants(config):
+        problems.append(f"kernel_constants are not those of the config under contract {name}; stage again")
+    shapes = {slab.name: (slab.dtype, list(slab.shape)) for slab in slabs}
+    if {each: (entry["dtype"], entry["shape"]) for each, entry in tensors.items()} != shapes:
+        problems.append(f"recorded tensors are not those of the config under contract {name}; stage again")
+    if manifest["digest"] != _digest(contract, config, tensors):
+        problems.append("digest is not that of fingerprint, config and tensors; stage again")
+    return problems
+
+
+def _contract_entry(contract: Contract) -> dict[str, Any]:
+    """What a manifest says of its contract."""
+    return {
+        "name": contract.name,
+        "version": contract.version,
+        "fingerprint": contract.fingerprint(),
+        "limits": asdict(contract.limits),
+        "kv_layout": contract.kv_layout,
+    }
 
 
 def _digest(contract: Contract, config: ModelConfig, tensors: dict[str, dict[str, Any]]) -> str:

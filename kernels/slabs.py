@@ -32,6 +32,7 @@ from kernels.errors import ContractError, KernelsError, StagingError
 from kernels.goldens import LayerShape, LayerWeights
 from kernels.layout import TORCH_DTYPES
 from quantize.checkpoint import tensor_sha256
+from quantize.json_files import parse_json
 from quantize.model_config import ModelConfig
 from quantize.rope import RopeScaling
 
@@ -146,12 +147,28 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
+_JSON_TYPES: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
+"""Types of a config's values in JSON, by annotation."""
+
+
 def config_from_json(values: Mapping[str, Any]) -> ModelConfig:
-    """The inverse of `config_to_json`; raises StagingError naming missing and unknown fields."""
+    """The inverse of `config_to_json`; raises StagingError naming missing, unknown and wrong fields."""
+    if not isinstance(values, Mapping):
+        raise StagingError(f"the slab manifest's config is a {type(values).__name__}, expected an object; stage again")
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     if set(values) | {"rope_scaling"} != known:
         missing, unknown = sorted(known - set(values)), sorted(set(values) - known)
         raise StagingError(f"the slab manifest's config lacks {missing} and has unknown {unknown}; stage again")
+    wrong = [
+        f"{field.name} {values[field.name]!r}"
+        for field in dataclasses.fields(ModelConfig)
+        if (kinds := _JSON_TYPES.get(str(field.type))) is not None
+        and (not isinstance(values[field.name], kinds) or isinstance(values[field.name], bool) != (kinds is bool))
+    ]
+    if not isinstance(values["eos_token_ids"], list):
+        wrong.append(f"eos_token_ids {values['eos_token_ids']!r}")
+    if wrong:
+        raise StagingError(f"the slab manifest's config has values of another type: {', '.join(wrong)}; stage again")
     scaling = values.get("rope_scaling")
     try:
         rope_scaling = None if scaling is None else RopeScaling(**scaling)
@@ -164,7 +181,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """Read and check `slabs.json`: contract name, version and table. Raises ContractError or StagingError."""
     path = directory / MANIFEST_FILE
     try:
-        manifest = json.loads(path.read_text())
+        manifest = parse_json(path.read_bytes())
     except OSError as error:
         raise StagingError(f"{path} cannot be read ({error}); expected a folder written by staging") from error
     except ValueError as error:
@@ -172,6 +189,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or not {"contract", "config", "tensors", "digest"} <= set(manifest):
         raise StagingError(f"{path} is not a slab manifest; stage the checkpoint again")
     contract = manifest["contract"]
+    if not isinstance(contract, dict):
+        raise StagingError(f"{path} has contract {contract!r}, expected an object; stage the checkpoint again")
     found = (contract.get("name"), contract.get("version"))
     if found != (CONTRACT_NAME, CONTRACT_VERSION):
         raise ContractError(

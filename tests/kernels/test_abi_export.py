@@ -237,3 +237,40 @@ def test_damage_is_found_and_our_loader_refuses_the_folder(exported: Path, tmp_p
     assert "decode_wq does not have the recorded sha256" in problems[1]
     (folder / SLAB_FILE).write_bytes(b"\0" * 20)
     assert "damaged or truncated" in verify_export(folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("contract.fingerprint", "0" * 64, "fingerprint is '0000"),
+        ("contract.version", 2, "version is 2, registered is 1"),
+        ("contract.limits", {}, "limits is {}"),
+        ("contract.name", "pypto-deploy/qwen3/w8a8", "not registered for exports; those are pypto-lib/qwen3"),
+        ("contract", 5, "not registered for exports"),
+        ("stages", {}, "stages are not those of contract"),
+        ("kernel_constants", {}, "kernel_constants are not those"),
+        ("config.num_layers", 3, "recorded tensors are not those of the config"),
+        ("config.num_layers", "2", "values of another type: num_layers '2'"),
+        ("config.family", "llama", "config cannot be that of an export"),
+        ("config", [], "config cannot be that of an export"),
+        ("digest", "0" * 64, "digest is not that"),
+    ],
+)
+def test_a_manifest_that_no_export_writes_is_found(
+    key: str, value: object, words: str, exported: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(exported, tmp_path / "copy"))
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    *outer, last = key.split(".")
+    (manifest[outer[0]] if outer else manifest)[last] = value
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    assert any(words in problem for problem in verify_export(folder))
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "[]", "{}", "\u0000", '{"tensors": 1, "tensors": 2}'])
+def test_a_manifest_that_is_none_is_refused(text: str, exported: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported, tmp_path / "copy"))
+    (folder / MANIFEST_FILE).write_text(text)
+    for use in (verify_export, load_slabs):
+        with pytest.raises(StagingError, match=MANIFEST_FILE):
+            use(folder)
