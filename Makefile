@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 STORE ?= .pypto-deploy
 # Verified programs, PyPTO's calculator and the native executor are kept per user, for all checkouts.
 CACHE := $(or $(PYPTO_DEPLOY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/pypto-deploy)
+# Where the calculator goes when that folder cannot be written.
+FALLBACK := $(or $(TMPDIR),/tmp)/pypto-deploy-$(shell id -u)
 MODEL ?= models/SmolLM2-135M-Instruct
 export PYPTO_DEPLOY_STORE = $(STORE)
 
@@ -56,5 +58,5 @@ $(VENV)/.installed: pyproject.toml constraints.txt scripts/prerequisites.sh
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(STORE) $(CACHE) models build output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(STORE) $(CACHE) $(FALLBACK) models build output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find quantize kernels serving tasks flows tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
