@@ -17,13 +17,14 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kernels.calculator import build_calculator
 from kernels.goldens import PAGE_TOKENS
 from kernels.guard import run_guarded
 from kernels.programs.base import Program
-from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
+from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, decode_layer
 from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
 from kernels.programs.embedding import EmbeddingGather, EmbeddingGatherSpec
 from kernels.programs.layer_slabs import WeightForm
@@ -74,6 +75,7 @@ def decode_step(rows: int) -> DecodeStep:
 PROGRAMS: dict[str, Callable[[int], Program]] = {
     "decode_layer": lambda rows: DecodeLayer(decode_layer_spec(rows)),
     "decode_layer_bf16": lambda rows: DecodeLayer(decode_layer_spec(rows, "bf16")),
+    "decode_layer_turboquant": lambda rows: decode_layer(replace(decode_layer_spec(rows), kv="turboquant4")),
     "decode_step": decode_step,
     "prefill_layer": prefill_layer,
     "prefill_step": prefill_step,

@@ -3,7 +3,8 @@
 Three checks per program: verified at a small shape through all passes, verified at the model's own widths as far as
 memory and disk allow, and simulated at the serving shape (16 rows, 256 tokens of context each). The steps have no
 check at own width: their code there is that of the layers and of `lm_head_greedy`. Nor have the BF16 forms, listed as
-`..._bf16`, whose code differs in their linears. This module decides the shapes; `kernels.toolchain` runs them.
+`..._bf16`, whose code differs in their linears, nor the layer over a TurboQuant cache, whose parts are checked alone.
+This module decides the shapes; `kernels.toolchain` runs them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kernels.builtin_models import BUILTIN_NAMES, builtin_config
 from kernels.contract import BATCH_WINDOW_ROWS, DownDtype, check_limits
 from kernels.kv_format import KvFormat
 from kernels.programs.base import Program
-from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
+from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, decode_layer
 from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
 from kernels.programs.embedding import EmbeddingGather, EmbeddingGatherSpec
 from kernels.programs.layer_slabs import WeightForm
@@ -53,6 +54,7 @@ FULL_VERIFY_WEIGHT_BYTES = 24 << 20
 """Largest weights verified through all passes: the late ones write about 24 copies of them to disk."""
 SIMULATED_STEP_LAYERS = 2
 """Layers in the simulated step: its code does not depend on their number, its memory does."""
+SERVED_KV_NAME = "turboquant4"
 SMALL_KV_FORMAT, SERVED_KV_FORMAT = KvFormat(3, sketch=True), KvFormat(4, sketch=False)
 """TurboQuant at the small shape, where a key has a sketch too, and at the others."""
 VERIFIED_HEAD_BYTES = 512 << 20
@@ -103,6 +105,7 @@ def programs_for(config: ModelConfig, down: DownDtype = "int8") -> list[ProgramC
         ProgramCase(GreedySample.name, _sampling_checks(config, lambda *of: GreedySample(GreedySampleSpec.of(*of)))),
         ProgramCase(TopkSelect.name, _sampling_checks(config, lambda *of: TopkSelect(TopkSelectSpec.of(*of)))),
         ProgramCase(EmbeddingGather.name, _embedding_checks(config)),
+        ProgramCase(f"{DecodeLayer.name}_{SERVED_KV_NAME}", _turboquant_layer_checks(config, down)),
         ProgramCase(TurboQuantEncode.name, _turboquant_encode_checks(config)),
         ProgramCase(TurboQuantAttention.name, _turboquant_attention_checks(config)),
     ]
@@ -228,6 +231,13 @@ def _embedding_checks(config: ModelConfig) -> tuple[Check, ...]:
         ),
         Check("simulated", EmbeddingGather(EmbeddingGatherSpec.of(own, BATCH_WINDOW_ROWS)), None, "; ".join(notes)),
     )
+
+
+def _turboquant_layer_checks(config: ModelConfig, down: DownDtype) -> tuple[Check, ...]:
+    small = DecodeLayerSpec.of(_small_config(config), down, (1, 130, 128), kv=SERVED_KV_NAME)
+    contexts = (SIMULATED_CONTEXT_TOKENS,) * BATCH_WINDOW_ROWS
+    served = DecodeLayerSpec.of(config, down, contexts, kv=SERVED_KV_NAME)
+    return Check("small", decode_layer(small), ALL_PASSES), Check("simulated", decode_layer(served), None)
 
 
 def _turboquant_encode_checks(config: ModelConfig) -> tuple[Check, ...]:

@@ -6,6 +6,8 @@ programs take exactly these is held by a test, so a program whose interface chan
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kernels.contract import (
     BATCH_WINDOW_ROWS,
     CONTRACT_VERSION,
@@ -62,6 +64,7 @@ def decoder_contract(family: Family, down: DownDtype) -> Contract:
             "device_embedding",
             "device_greedy_sampling",
             "topk_select",
+            "turboquant4_kv",
         ),
         rules=_RULES,
         slabs=slabs,
@@ -75,6 +78,9 @@ def decoder_contract(family: Family, down: DownDtype) -> Contract:
             GREEDY_SAMPLE,
             TOPK_SELECT,
             PAGED_ATTENTION,
+            _decode_layer_turboquant(by_name),
+            TURBOQUANT_ENCODE,
+            TURBOQUANT_ATTENTION,
         ),
         execution=(
             ("prefill", ("embedding_gather", "prefill_step")),
@@ -138,6 +144,41 @@ PAGED_ATTENTION = Stage(
 )
 
 
+_KEPT_MATRICES = (
+    StageArgument("k_matrices", "BF16", ("D", "D")),
+    StageArgument("v_matrices", "BF16", ("D", "D")),
+)
+_KEPT = (
+    StageArgument("k_codes", "INT8", ("S", "C4")),
+    StageArgument("k_norms", "FP32", ("S", "G")),
+    StageArgument("v_codes", "INT8", ("S", "C4")),
+    StageArgument("v_norms", "FP32", ("S", "G")),
+)
+_KEPT_CACHES = tuple(replace(argument, direction="inout") for argument in _KEPT)
+_KEPT_NOTE = "a cache of TurboQuant codes of four bits, two a byte, and norms; matrices are the layer's rotations"
+TURBOQUANT_ENCODE = Stage(
+    "turboquant_encode",
+    (
+        StageArgument("k_rows", "BF16", ("B", "KV")),
+        StageArgument("v_rows", "BF16", ("B", "KV")),
+        StageArgument("slots", "INT32", ("B", "1")),
+        *_KEPT_MATRICES,
+        *_KEPT_CACHES,
+    ),
+    note=_KEPT_NOTE,
+)
+TURBOQUANT_ATTENTION = Stage(
+    "turboquant_attention",
+    (
+        StageArgument("q_rows", "BF16", ("B*N", "D")),
+        *_KEPT_MATRICES,
+        *_KEPT,
+        StageArgument("context_tokens", "INT32", ("B",)),
+        StageArgument("block_table", "INT32", ("B", "M")),
+        StageArgument("context_rows", "BF16", ("B*N", "D"), "out"),
+    ),
+    note=_KEPT_NOTE,
+)
 EMBEDDING_GATHER = Stage(
     "embedding_gather",
     (
@@ -198,7 +239,17 @@ def _decode_layer(slabs: dict[str, SlabSpec]) -> Stage:
             *_CACHES,
             StageArgument("out", "BF16", ("B", "H"), "out"),
         ),
-        note="weights are one layer's; all rows write their keys before any row attends",
+        note="weights are one layer's; rows of a sequence stand in the order of their positions",
+    )
+
+
+def _decode_layer_turboquant(slabs: dict[str, SlabSpec]) -> Stage:
+    plain = _decode_layer(slabs)
+    arguments = [argument for argument in plain.arguments if argument not in _CACHES]
+    return Stage(
+        "decode_layer_turboquant",
+        (*arguments[:-1], *_KEPT_MATRICES, *_KEPT_CACHES, arguments[-1]),
+        note=_KEPT_NOTE,
     )
 
 

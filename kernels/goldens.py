@@ -167,9 +167,13 @@ def decoder_layer(
     k_cache[rows.slots] = k
     v_cache[rows.slots] = v
     context = paged_attention(q, k_cache, v_cache, rows.positions, rows.block_table, shape.num_kv_heads)
-    context = to_bf16(context).reshape(x.shape[0], -1)
-    residual = x.to(torch.float32) + linear(context, weights.wo, weights.wo_scale)
-    return to_bf16(residual + mlp(residual, weights, shape.rms_norm_eps))
+    return after_attention(x, to_bf16(context), weights, shape.rms_norm_eps)
+
+
+def after_attention(x: Tensor, context: Tensor, weights: LayerWeights, eps: float) -> Tensor:
+    """The rest of a layer: its input BF16 `[rows, hidden]` and context BF16 `[rows, heads, dim]` to its output BF16."""
+    residual = x.to(torch.float32) + linear(context.reshape(x.shape[0], -1), weights.wo, weights.wo_scale)
+    return to_bf16(residual + mlp(residual, weights, eps))
 
 
 def lm_head(x: Tensor, final_norm: Tensor, weight: Tensor, eps: float) -> Tensor:

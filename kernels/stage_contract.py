@@ -4,8 +4,9 @@ A stage is one entry that a host calls: an ordered list of tensor arguments. A c
 library (`abi`) for one family and quantization, with the slabs that feed them, its limits and its shape rules. Nothing
 here runs: `kernels.contract_registry` lists the contracts, `kernels.staging` and `kernels.abi_export` write slabs.
 
-Symbols of shapes are those of `kernels.contract.symbols`, N query heads, W the real vocabulary, and these, known only
-at a call: B rows of the batch, T tokens packed together, S cache rows, M entries of a block table.
+Symbols of shapes are those of `kernels.contract.symbols`, N query heads, G key/value heads, W the real vocabulary, C4
+the bytes of a token's keys or values in TurboQuant codes of four bits, and these, known only at a call: B rows of the
+batch, T tokens packed together, S cache rows, M entries of a block table.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Contract:
 
     def sizes(self, config: ModelConfig) -> dict[str, int]:
         """The value of every symbol that is known before a call."""
-        own = {"N": config.num_heads, "W": config.vocab_size}
+        own = {"N": config.num_heads, "W": config.vocab_size, "G": config.num_kv_heads, "C4": config.kv_size // 2}
         return {**symbols(config), **own, **dict(self.fixed_sizes)}
 
     def resolved_slabs(self, config: ModelConfig) -> list[ResolvedSlab]:

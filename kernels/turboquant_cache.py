@@ -12,10 +12,19 @@ in one space or the other does.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from kernels.goldens import paged_attention
+from kernels.goldens import (
+    LayerShape,
+    LayerWeights,
+    TokenRows,
+    after_attention,
+    attention_inputs,
+    paged_attention,
+)
 from kernels.turboquant import TurboQuant, codes_per_byte, pack_codes, unpack_codes
 from quantize.numerics import to_bf16
 
@@ -96,3 +105,28 @@ def turboquant_attention(
         kv_heads,
     )
     return to_bf16(to_bf16(context).to(torch.float32) @ value_codec.rotation.t())
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Keys or values of one layer: their codec, and the cache's codes and norms."""
+
+    codec: TurboQuant
+    codes: Tensor
+    norms: Tensor
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        """Encode BF16 `[n, kv_heads * d]` and put it into `slots` INT64 `[n]`."""
+        self.codes[slots], self.norms[slots] = encode_rows(self.codec, rows)
+
+
+def turboquant_decoder_layer(
+    x: Tensor, weights: LayerWeights, shape: LayerShape, rows: TokenRows, keys: KeptRows, values: KeptRows
+) -> Tensor:
+    """As `goldens.decoder_layer` over a TurboQuant cache, written in place."""
+    q, k, v = attention_inputs(x, weights, shape, rows)
+    keys.write(rows.slots, k)
+    values.write(rows.slots, v)
+    kept_keys, kept_values = ((kept.codec, kept.codes, kept.norms) for kept in (keys, values))
+    context = turboquant_attention(q, kept_keys, kept_values, rows.positions, rows.block_table)
+    return after_attention(x, context, weights, shape.rms_norm_eps)

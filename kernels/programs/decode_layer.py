@@ -16,8 +16,17 @@ from torch import Tensor
 
 from kernels.contract import BATCH_WINDOW_ROWS as WINDOW_ROWS
 from kernels.errors import ProgramError
-from kernels.goldens import PAGE_TOKENS, LayerShape, LayerWeights, TokenRows, attention_inputs, decoder_layer
+from kernels.goldens import PAGE_TOKENS, LayerShape, LayerWeights, TokenRows
+from kernels.kv_format import KV_FORMATS, KvFormat, parse_kv_format
 from kernels.programs.base import Argument, Program, ProgramSpec, check_rows
+from kernels.programs.decode_cache import (
+    BF16_CACHES,
+    cache_arguments,
+    cache_names,
+    golden_layer,
+    key_width,
+    sample_cache,
+)
 from kernels.programs.decode_tiles import page_groups
 from kernels.programs.layer_slabs import (
     PLACEHOLDER_COLUMNS,
@@ -27,12 +36,20 @@ from kernels.programs.layer_slabs import (
     shape_problems,
     slab_arguments,
 )
+from kernels.programs.turboquant_encode import format_problems
 from kernels.tile_plan import check_layer_tiles
 from quantize.model_config import ModelConfig
 from quantize.numerics import rope_tables
 from quantize.rope import RopeScaling
 
-__all__ = ["DecodeLayer", "DecodeLayerSpec", "layer_arguments", "row_arguments"]
+__all__ = [
+    "DecodeLayer",
+    "DecodeLayerSpec",
+    "TurboQuantDecodeLayer",
+    "decode_layer",
+    "layer_arguments",
+    "row_arguments",
+]
 
 _ROWS = ("cos", "sin", "slots", "context_tokens", "block_table")
 
@@ -43,7 +60,7 @@ class DecodeLayerSpec(ProgramSpec):
 
     `contexts` are the context lengths of `batch_rows` rows in tokens, the new token included; `pages` the pages of the
     cache. They shape the sample inputs, where every row has pages of its own. BF16 `weights` stand for BF16 activations
-    too, and need a BF16 `down`.
+    too, and need a BF16 `down`. `kv` names how keys and values are kept (`kernels.kv_format.KV_FORMATS`).
     """
 
     hidden_size: int
@@ -61,9 +78,15 @@ class DecodeLayerSpec(ProgramSpec):
     contexts: tuple[int, ...]
     rope_scaling: RopeScaling | None = None
     weights: WeightForm = "int8"
+    kv: str = "bf16"
 
     def __post_init__(self) -> None:
         problems = shape_problems(self)
+        if self.kv not in KV_FORMATS:
+            problems.append(f"kv {self.kv!r} is not one of {', '.join(KV_FORMATS)}")
+        elif self.kv_format is not None:
+            problems += format_problems(self.num_kv_heads, self.head_dim, self.kv_format.bits)
+            problems += [] if self.weights == "int8" else [f"kv {self.kv} beside BF16 weights; expected bf16"]
         if len(self.contexts) != self.batch_rows or min(self.contexts, default=0) < 1:
             problems.append(f"contexts {self.contexts} must give one length >= 1 for each of {self.batch_rows} rows")
         elif -(-max(self.contexts) // PAGE_TOKENS) > self.pages:
@@ -79,6 +102,7 @@ class DecodeLayerSpec(ProgramSpec):
         contexts: tuple[int, ...],
         pages: int | None = None,
         weights: WeightForm = "int8",
+        kv: str = "bf16",
     ) -> DecodeLayerSpec:
         """The layer of `config` over one row per context length; `pages` of cache, by default one more than needed."""
         return cls(
@@ -97,7 +121,13 @@ class DecodeLayerSpec(ProgramSpec):
             pages=1 + sum(-(-tokens // PAGE_TOKENS) for tokens in contexts) if pages is None else pages,
             contexts=contexts,
             weights=weights,
+            kv=kv,
         )
+
+    @property
+    def kv_format(self) -> KvFormat | None:
+        """How TurboQuant keeps keys and values; None for BF16."""
+        return parse_kv_format(self.kv)
 
     @property
     def q_size(self) -> int:
@@ -126,7 +156,7 @@ class DecodeLayer(Program):
         """Hidden rows, slabs of the layer, row data, caches, scratch and output."""
         s = self.spec
         fp32, bf16, int32 = torch.float32, torch.bfloat16, torch.int32
-        hidden, kv, window_heads = s.hidden_size, s.kv_size, WINDOW_ROWS * s.num_heads
+        hidden, window_heads = s.hidden_size, WINDOW_ROWS * s.num_heads
         return (
             Argument("x", bf16, (None, hidden)),
             *slab_arguments(s),
@@ -135,9 +165,8 @@ class DecodeLayer(Program):
             Argument("slots", int32, (None, 1)),
             Argument("context_tokens", int32, (None,)),
             Argument("block_table", int32, (None, None)),
-            Argument("k_cache", bf16, (None, kv), "inout"),
-            Argument("v_cache", bf16, (None, kv), "inout"),
-            Argument("q_rows", bf16, (window_heads, kv), "scratch"),
+            *cache_arguments(s),
+            Argument("q_rows", bf16, (window_heads, s.num_kv_heads * key_width(s)), "scratch"),
             Argument("context_rows", bf16, (window_heads, s.head_dim), "scratch"),
             Argument("out", bf16, (None, hidden), "out"),
         )
@@ -152,8 +181,8 @@ class DecodeLayer(Program):
         generator = torch.Generator().manual_seed(seed)
         tensors = self.shape_inputs()
         tensors.update(sample_slabs(s, generator))
-        for name in ("x", "k_cache", "v_cache"):
-            tensors[name] = torch.randn(tensors[name].shape, generator=generator).to(torch.bfloat16)
+        tensors["x"] = torch.randn(tensors["x"].shape, generator=generator).to(torch.bfloat16)
+        tensors.update(sample_cache(s, s.pages * PAGE_TOKENS, generator))
         tensors.update(self._sample_rows(torch.randperm(s.pages, generator=generator).tolist()))
         return tensors
 
@@ -179,28 +208,27 @@ class DecodeLayer(Program):
         """The golden layer on copies of the caches, and the query rows that the prologue hands to attention."""
         s = self.spec
         weights, rows = self.golden_weights(tensors), self._golden_rows(tensors)
-        k_cache, v_cache = tensors["k_cache"].clone(), tensors["v_cache"].clone()
-        query, _, _ = attention_inputs(tensors["x"], weights, s.layer_shape, rows)
-        out = decoder_layer(tensors["x"], weights, s.layer_shape, rows, k_cache, v_cache)
+        layer = golden_layer(s, tensors["x"], weights, s.layer_shape, rows, tensors)
         # Every window takes the scratch of the one before.
         spread = tensors["q_rows"].clone()
-        spread_rows = spread_queries(query, s.num_kv_heads)
+        spread_rows = spread_queries(layer.query, s.num_kv_heads)
         for first in range(0, spread_rows.shape[0], spread.shape[0]):
             of_window = spread_rows[first : first + spread.shape[0]]
             spread[: of_window.shape[0]] = of_window
-        return {"k_cache": k_cache, "v_cache": v_cache, "q_rows": spread, "out": out}
+        return {**layer.caches, "q_rows": spread, "out": layer.out}
 
     def tolerances(self) -> dict[str, str]:
         """The attention's FP32 sums may run in another order; so may those of BF16 weights, INT8 ones are exact."""
-        summed = ("out",) if self.spec.weights == "int8" else ("out", "k_cache", "v_cache", "q_rows")
+        summed = ("out",) if self.spec.weights == "int8" else ("out", *BF16_CACHES, "q_rows")
         return dict.fromkeys(summed, "1 BF16 ulp")
 
     def hbm_bytes(self, tensors: Mapping[str, Tensor]) -> int:
         """Every slab once, the hidden rows in and out, and each row's keys and values (read, and one row written)."""
-        skipped = {"k_cache", "v_cache", "q_rows", "context_rows"}
+        caches = cache_names(self.spec.kv_format)
+        skipped = {*caches, "q_rows", "context_rows"}
         fixed = sum(t.numel() * t.element_size() for name, t in tensors.items() if name not in skipped)
         cached_tokens = int(tensors["context_tokens"].sum()) + tensors["x"].shape[0]
-        return fixed + 2 * cached_tokens * self.spec.kv_size * tensors["k_cache"].element_size()
+        return fixed + cached_tokens * sum(tensors[name][0].nbytes for name in caches)
 
     def check_values(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse slots, pages and lengths outside the cache, which the kernel would skip or read as zeros.
@@ -212,11 +240,11 @@ class DecodeLayer(Program):
 
     def check_row_values(self, tensors: Mapping[str, Tensor]) -> None:
         """As `check_values`, of row data whose number of rows has been checked."""
-        cache_slots = tensors["k_cache"].shape[0]
+        cache_slots, *others = (tensors[name].shape[0] for name in cache_names(self.spec.kv_format))
         slots, table = tensors["slots"].flatten().tolist(), tensors["block_table"]
         lengths = tensors["context_tokens"].tolist()
         problems = []
-        if cache_slots % PAGE_TOKENS or tensors["v_cache"].shape[0] != cache_slots:
+        if cache_slots % PAGE_TOKENS or any(other != cache_slots for other in others):
             problems.append(
                 f"caches must be equal in length and whole pages of {PAGE_TOKENS} slots, have {cache_slots}"
             )
@@ -257,6 +285,23 @@ class DecodeLayer(Program):
             cos=tensors["cos"],
             sin=tensors["sin"],
         )
+
+
+class TurboQuantDecodeLayer(DecodeLayer):
+    """The decode layer over a TurboQuant cache."""
+
+    name = "decode_layer_turboquant"
+    kernel_module = "kernels.programs.decode_layer_turboquant_kernel"
+
+    def tolerances(self) -> dict[str, str]:
+        """Codes are exact; turned queries and norms are FP32 sums, whose order is not fixed."""
+        norms = dict.fromkeys(("k_norms", "v_norms"), "FP32 summation order")
+        return {**norms, **dict.fromkeys(("q_rows", "out"), "1 BF16 ulp")}
+
+
+def decode_layer(spec: DecodeLayerSpec) -> DecodeLayer:
+    """The program of `spec`, by how it keeps keys and values."""
+    return DecodeLayer(spec) if spec.kv_format is None else TurboQuantDecodeLayer(spec)
 
 
 def _read_before_written(slots: list[int], lengths: list[int], table: Tensor) -> list[str]:

@@ -16,8 +16,8 @@ import pypto
 
 from kernels.contract import BATCH_WINDOW_ROWS as WINDOW_ROWS
 from kernels.goldens import PAGE_TOKENS
-from kernels.programs import blocks, stages
-from kernels.programs.decode_attention import NO_SCOPE, attend_row, spread_queries
+from kernels.programs import blocks, stages, turboquant_blocks
+from kernels.programs.decode_attention import NO_SCOPE, PageReader, attend_row, spread_queries
 from kernels.programs.decode_layer import DecodeLayerSpec
 from kernels.programs.decode_tiles import LayerTiles, tasks_per_core
 
@@ -80,13 +80,17 @@ def _window_stages(spec: DecodeLayerSpec, at: LayerAt, window: Window, tensors: 
         def page_slot(page: Any, row: Any = row) -> Any:
             return tensors.block_table[window.first + row, page] * PAGE_TOKENS + at.first_slot
 
-        attend_row(spec, row, tokens, page_slot, tensors)
+        attend_row(spec, row, tokens, page_slot, tensors, _pages(spec, tensors))
     residual = pypto.tensor([WINDOW_ROWS, hidden], pypto.DT_FP32, "residual")
     left = _operand_tensors(spec)
     activated = pypto.tensor([WINDOW_ROWS, inter], pypto.DT_BF16, "activated")
     for _ in pypto.loop(0, 1, 1, name="OUTPUT", idx_name="output", submit_before_loop=True):
         pypto.set_vec_tile_shapes(spec.num_heads, spec.head_dim)
-        context = pypto.reshape(tensors.context_rows, [WINDOW_ROWS, spec.q_size])
+        context = tensors.context_rows
+        if spec.kv_format is not None:
+            context = turboquant_blocks.turn_back(context, tensors.v_matrices)
+            pypto.set_vec_tile_shapes(spec.num_heads, spec.head_dim)
+        context = pypto.reshape(context, [WINDOW_ROWS, spec.q_size])
         value, normed = stages.output(spec, slabs, window.view(x, hidden), context, valid)
         _keep(normed, left)
         # A value that is assigned is used up, and this one was normalised too.
@@ -134,8 +138,35 @@ def _prologue(spec: DecodeLayerSpec, at: LayerAt, window: Window, tensors: Any, 
     pypto.set_vec_tile_shapes(WINDOW_ROWS, dim)
     cos, sin = (pypto.mul(window.view(table, dim, at.first_row), 1.0) for table in (tensors.cos, tensors.sin))
     q, k, v = stages.project(spec, slabs, window.view(x, spec.hidden_size), cos, sin, window.valid)
-    spread_queries(q, spec.num_kv_heads, tensors.q_rows)
-    pypto.set_vec_tile_shapes(1, spec.kv_size)
     slots = window.view(tensors.slots, 1, at.slots_row)
-    tensors.k_cache[:] = pypto.scatter_update(tensors.k_cache, -2, slots, k)
-    tensors.v_cache[:] = pypto.scatter_update(tensors.v_cache, -2, slots, v)
+    if spec.kv_format is not None:
+        q = turboquant_blocks.turn_queries(pypto.reshape(q, [WINDOW_ROWS * spec.num_heads, dim]), tensors.k_matrices)
+        q = pypto.reshape(q, [WINDOW_ROWS, spec.num_heads, q.shape[1]])
+        _keep_codes(spec, window, slots, k, tensors.k_matrices, tensors.k_codes, tensors.k_norms)
+        _keep_codes(spec, window, slots, v, tensors.v_matrices, tensors.v_codes, tensors.v_norms)
+    spread_queries(q, spec.num_kv_heads, tensors.q_rows)
+    if spec.kv_format is None:
+        pypto.set_vec_tile_shapes(1, spec.kv_size)
+        tensors.k_cache[:] = pypto.scatter_update(tensors.k_cache, -2, slots, k)
+        tensors.v_cache[:] = pypto.scatter_update(tensors.v_cache, -2, slots, v)
+
+
+def _keep_codes(
+    spec: DecodeLayerSpec, window: Window, slots: Any, rows: Any, matrices: Any, codes_cache: Any, norms_cache: Any
+) -> None:
+    """Encode the window's keys or values and put them into their slots."""
+    bits = spec.kv_format.bits if spec.kv_format is not None else 0
+    codes, norms = turboquant_blocks.encode(rows, matrices, bits, spec.num_kv_heads, window.valid)
+    for cache, value in ((codes_cache, codes), (norms_cache, norms)):
+        pypto.set_vec_tile_shapes(WINDOW_ROWS, value.shape[1])
+        cache[:] = pypto.scatter_update(cache, -2, slots, value)
+
+
+def _pages(spec: DecodeLayerSpec, tensors: Any) -> PageReader | None:
+    """What reads the cache in attention; None is the reader of BF16."""
+    if spec.kv_format is None:
+        return None
+    caches = (tensors.k_codes, tensors.k_norms, tensors.v_codes, tensors.v_norms)
+    return turboquant_blocks.KeptPages(
+        spec.num_kv_heads, spec.head_dim, spec.kv_format.bits, spec.kv_format.sketch, *caches
+    )

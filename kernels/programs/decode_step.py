@@ -62,6 +62,8 @@ class DecodeStepSpec(ProgramSpec):
         ]
         if self.layers < 1 or self.steps < 1:
             problems.append(f"{self.layers} layers and {self.steps} steps; expected at least 1 of each")
+        if self.layer.kv != "bf16":
+            problems.append(f"kv is {self.layer.kv}; steps keep bf16, and layers one by one keep the others")
         longest = max(self.contexts_at(self.steps - 1))
         if longest > self.layer.pages * PAGE_TOKENS:
             problems.append(f"{self.layer.pages} pages cannot hold a context that grows to {longest} tokens")

@@ -7,7 +7,7 @@ from typing import Any
 
 from kernels.errors import ProgramError
 from kernels.programs.base import Program
-from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
+from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, TurboQuantDecodeLayer
 from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
 from kernels.programs.embedding import EmbeddingGather, EmbeddingGatherSpec
 from kernels.programs.linear import LinearW8A8, LinearW8A8Spec
@@ -68,6 +68,7 @@ def _rope_scaling(spec: Mapping[str, Any]) -> RopeScaling | None:
 
 _READERS: dict[str, Callable[[dict[str, Any]], Program]] = {
     DecodeLayer.name: lambda spec: DecodeLayer(_decode_layer_spec(spec)),
+    TurboQuantDecodeLayer.name: lambda spec: TurboQuantDecodeLayer(_decode_layer_spec(spec)),
     PrefillLayer.name: lambda spec: PrefillLayer(_prefill_layer_spec(spec)),
     PrefillStep.name: _prefill_step,
     LmHeadGreedy.name: lambda spec: LmHeadGreedy(LmHeadSpec(**spec)),

@@ -14,8 +14,9 @@ from kernels.catalog import builtin_config
 from kernels.contract import slab_specs
 from kernels.contract_registry import CONTRACTS, find_contract, match_checkpoint
 from kernels.errors import ContractError
+from kernels.kv_format import KvFormat
 from kernels.programs.base import Argument, Program
-from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
+from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, decode_layer
 from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
 from kernels.programs.embedding import EmbeddingGather, EmbeddingGatherSpec
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
@@ -24,6 +25,8 @@ from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
 from kernels.programs.prefill_step import PrefillStep, PrefillStepSpec
 from kernels.programs.registry import PROGRAM_NAMES
 from kernels.programs.sampling import GreedySample, GreedySampleSpec, TopkSelect, TopkSelectSpec
+from kernels.programs.turboquant_attention import TurboQuantAttention, TurboQuantAttentionSpec
+from kernels.programs.turboquant_encode import TurboQuantEncode, TurboQuantEncodeSpec
 from kernels.stage_contract import Contract, Stage
 from quantize.families import FAMILIES
 from quantize.model_config import ModelConfig
@@ -76,11 +79,13 @@ def test_our_stages_are_what_the_programs_take(family: str, down: str) -> None:
         GreedySample(GreedySampleSpec.of(config, 7)),
         TopkSelect(TopkSelectSpec.of(config, 7)),
         PagedAttention(PagedAttentionSpec.of(config, (1,) * 7)),
+        decode_layer(DecodeLayerSpec.of(config, down, (1,) * 7, kv="turboquant4")),  # type: ignore[arg-type]
+        TurboQuantEncode(TurboQuantEncodeSpec.of(config, KvFormat(4, sketch=False), 7)),
+        TurboQuantAttention(TurboQuantAttentionSpec.over(config, KvFormat(4, sketch=False), (1,) * 7)),
     ]
     assert [stage.name for stage in contract.stages] == [program.name for program in programs]
-    # A block that is no stage, and the programs over TurboQuant caches, of which no contract speaks.
-    others = {"linear_w8a8", "turboquant_encode", "turboquant_attention"}
-    assert {program.name for program in programs} == set(PROGRAM_NAMES) - others
+    # A block that is no stage.
+    assert {program.name for program in programs} == set(PROGRAM_NAMES) - {"linear_w8a8"}
     for stage, program in zip(contract.stages, programs, strict=True):
         assert_program_takes(stage, program, contract, config, 7)
     assert contract.resolved_slabs(config) == slab_specs(config, down)  # type: ignore[arg-type]
