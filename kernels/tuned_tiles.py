@@ -159,7 +159,11 @@ def _merge(path: Path, entries: Iterable[TunedTile]) -> None:
 def table_digest() -> str:
     """SHA-256 of the table in effect; of nothing where it cannot be read, which the choice of a tile refuses."""
     path = table_path()
-    return hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()
+    try:
+        raw = path.read_bytes() if path.is_file() else b""
+    except OSError:
+        raw = b""
+    return hashlib.sha256(raw).hexdigest()
 
 
 @lru_cache(maxsize=8)

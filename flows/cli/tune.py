@@ -68,8 +68,8 @@ def tune(
     else:
         _tables(name, model, result)
         if unwritten is None:
-            settled = "" if result.kept else "no other tile made the whole program faster; those in use "
-            emit_line(f"{settled}written to {target}")
+            settled = "those found" if result.kept else "no other tile made the whole program faster; those in use"
+            emit_line(f"{settled} are written to {target}")
     if unwritten is not None:
         raise FailedError(str(unwritten))
 
