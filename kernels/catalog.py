@@ -21,6 +21,7 @@ from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, decode_layer
 from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
 from kernels.programs.embedding import EmbeddingGather, EmbeddingGatherSpec
+from kernels.programs.layer_parts import PARTS, LayerPart, LayerPartSpec
 from kernels.programs.layer_slabs import WeightForm
 from kernels.programs.lm_head import CHUNK_TOKENS, LmHeadGreedy, LmHeadSpec
 from kernels.programs.prefill_layer import PrefillLayer, PrefillLayerSpec
@@ -106,6 +107,7 @@ def programs_for(config: ModelConfig, down: DownDtype = "int8") -> list[ProgramC
         ProgramCase(TopkSelect.name, _sampling_checks(config, lambda *of: TopkSelect(TopkSelectSpec.of(*of)))),
         ProgramCase(EmbeddingGather.name, _embedding_checks(config)),
         ProgramCase(f"{DecodeLayer.name}_{SERVED_KV_NAME}", _turboquant_layer_checks(config, down)),
+        *(ProgramCase(part.name, _layer_part_checks(config, down, part)) for part in PARTS),
         ProgramCase(TurboQuantEncode.name, _turboquant_encode_checks(config)),
         ProgramCase(TurboQuantAttention.name, _turboquant_attention_checks(config)),
     ]
@@ -202,6 +204,19 @@ def _prefill_step_checks(config: ModelConfig, down: DownDtype, weights: WeightFo
     return (
         Check("small", PrefillStep(small), ALL_PASSES),
         Check("simulated", PrefillStep(served), None, "; ".join(notes)),
+    )
+
+
+def _layer_part_checks(config: ModelConfig, down: DownDtype, part: type[LayerPart]) -> tuple[Check, ...]:
+    small = part(LayerPartSpec.of(_small_config(config), down, 3))
+    own = part(LayerPartSpec.of(config, down, 2))
+    slabs = [argument for argument in own.arguments() if argument.name in part.slabs]
+    weights_bytes = sum(math.prod(size or 1 for size in slab.shape) * slab.dtype.itemsize for slab in slabs)
+    heavy = weights_bytes > FULL_VERIFY_WEIGHT_BYTES
+    return (
+        Check("small", small, ALL_PASSES),
+        Check("own width", own, EARLY_PASSES if heavy else ALL_PASSES, _early_note(config) if heavy else ""),
+        Check("simulated", part(LayerPartSpec.of(config, down, BATCH_WINDOW_ROWS)), None),
     )
 
 

@@ -19,7 +19,7 @@ from kernels.goldens import PAGE_TOKENS
 from kernels.programs import blocks, stages, turboquant_blocks
 from kernels.programs.decode_attention import NO_SCOPE, PageReader, attend_row, spread_queries
 from kernels.programs.decode_layer import DecodeLayerSpec
-from kernels.programs.decode_tiles import LayerTiles, tasks_per_core
+from kernels.programs.decode_tiles import LayerSizes, LayerTiles, tasks_per_core
 
 QUANTIZE_SCOPE = 1
 """Marks the operations of one row's quantization, which the compiler would cut in two where a row is long."""
@@ -70,7 +70,7 @@ def layer_stages(spec: DecodeLayerSpec, at: LayerAt, tensors: Any, x: Any, out: 
 
 
 def _window_stages(spec: DecodeLayerSpec, at: LayerAt, window: Window, tensors: Any, x: Any, out: Any) -> None:
-    hidden, inter, valid = spec.hidden_size, spec.intermediate_size, window.valid
+    hidden, valid = spec.hidden_size, window.valid
     slabs = stages.Slabs(tensors, at.layer)
     for _ in pypto.loop(0, 1, 1, name="PROLOGUE", idx_name="prologue", submit_before_loop=True):
         _prologue(spec, at, window, tensors, slabs, x)
@@ -82,8 +82,7 @@ def _window_stages(spec: DecodeLayerSpec, at: LayerAt, window: Window, tensors: 
 
         attend_row(spec, row, tokens, page_slot, tensors, _pages(spec, tensors))
     residual = pypto.tensor([WINDOW_ROWS, hidden], pypto.DT_FP32, "residual")
-    left = _operand_tensors(spec)
-    activated = pypto.tensor([WINDOW_ROWS, inter], pypto.DT_BF16, "activated")
+    left = operand_room(spec)
     for _ in pypto.loop(0, 1, 1, name="OUTPUT", idx_name="output", submit_before_loop=True):
         pypto.set_vec_tile_shapes(spec.num_heads, spec.head_dim)
         context = tensors.context_rows
@@ -92,9 +91,18 @@ def _window_stages(spec: DecodeLayerSpec, at: LayerAt, window: Window, tensors: 
             pypto.set_vec_tile_shapes(spec.num_heads, spec.head_dim)
         context = pypto.reshape(context, [WINDOW_ROWS, spec.q_size])
         value, normed = stages.output(spec, slabs, window.view(x, hidden), context, valid)
-        _keep(normed, left)
+        keep(normed, left)
         # A value that is assigned is used up, and this one was normalised too.
         residual[:] = pypto.add(value, 0.0)
+    finish_mlp(spec, slabs, left, residual, window, out)
+
+
+def finish_mlp(
+    spec: LayerSizes, slabs: stages.Slabs, left: blocks.Operand, residual: Any, window: Window, out: Any
+) -> None:
+    """The MLP behind its norm, in two loops: `left` is the norm's operand and `residual` FP32, both of 16 rows."""
+    inter, valid = spec.intermediate_size, window.valid
+    activated = pypto.tensor([WINDOW_ROWS, inter], pypto.DT_BF16, "activated")
     for _ in pypto.loop(0, 1, 1, name="UP", idx_name="up", submit_before_loop=True):
         # Tasks that read the same rows are merged, so that each core has one.
         columns = LayerTiles(spec, WINDOW_ROWS).up().n
@@ -108,7 +116,7 @@ def _window_stages(spec: DecodeLayerSpec, at: LayerAt, window: Window, tensors: 
         pypto.assemble(finished, [window.first, 0], out)
 
 
-def _operand_tensors(spec: DecodeLayerSpec) -> blocks.Operand:
+def operand_room(spec: LayerSizes) -> blocks.Operand:
     """Room for the MLP's operand, which crosses from one loop to the next."""
     shape = [WINDOW_ROWS, spec.hidden_size]
     if spec.weights == "bf16":
@@ -118,7 +126,7 @@ def _operand_tensors(spec: DecodeLayerSpec) -> blocks.Operand:
     )
 
 
-def _keep(value: blocks.Operand, room: blocks.Operand) -> None:
+def keep(value: blocks.Operand, room: blocks.Operand) -> None:
     """Put an operand into its room."""
     room.values[:] = value.values
     if value.scale is not None:

@@ -10,6 +10,7 @@ from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, TurboQuantDecodeLayer
 from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
 from kernels.programs.embedding import EmbeddingGather, EmbeddingGatherSpec
+from kernels.programs.layer_parts import PARTS, LayerPart, LayerPartSpec
 from kernels.programs.linear import LinearW8A8, LinearW8A8Spec
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.programs.paged_attention import PagedAttention, PagedAttentionSpec
@@ -61,6 +62,10 @@ def _turboquant_attention(spec: dict[str, Any]) -> TurboQuantAttention:
     return TurboQuantAttention(TurboQuantAttentionSpec(**{**spec, "contexts": tuple(spec["contexts"])}))
 
 
+def _layer_part(part: type[LayerPart]) -> Callable[[dict[str, Any]], Program]:
+    return lambda spec: part(LayerPartSpec(**spec))
+
+
 def _rope_scaling(spec: Mapping[str, Any]) -> RopeScaling | None:
     scaling = spec.get("rope_scaling")
     return None if scaling is None else RopeScaling(**scaling)
@@ -80,5 +85,6 @@ _READERS: dict[str, Callable[[dict[str, Any]], Program]] = {
     TurboQuantAttention.name: _turboquant_attention,
     TurboQuantEncode.name: lambda spec: TurboQuantEncode(TurboQuantEncodeSpec(**spec)),
     EmbeddingGather.name: lambda spec: EmbeddingGather(EmbeddingGatherSpec(**spec)),
+    **{part.name: _layer_part(part) for part in PARTS},
 }
 PROGRAM_NAMES = tuple(_READERS)

@@ -13,7 +13,7 @@ import pypto
 from kernels.programs import blocks
 from kernels.programs.decode_tiles import LayerTiles
 
-__all__ = ["Slabs", "down", "output", "project", "up"]
+__all__ = ["Slabs", "down", "normed", "output", "project", "up"]
 
 
 class Slabs:
@@ -46,11 +46,11 @@ def project(spec: Any, slabs: Slabs, x: Any, cos: Any, sin: Any, valid_rows: Any
     rows, hidden, dim = x.shape[0], spec.hidden_size, spec.head_dim
     tiles = LayerTiles(spec, rows)
     pypto.set_vec_tile_shapes(1, hidden)
-    normed = _normed(spec, blocks.to_fp32(x), slabs.vector("input_rms"), valid_rows)
+    left = normed(spec, blocks.to_fp32(x), slabs.vector("input_rms"), valid_rows)
 
     def projected(name: str, tile: Any) -> Any:
         weight, scale = slabs.matrix(f"w{name}", hidden), slabs.vector(f"w{name}_scale")
-        value = blocks.linear(normed, weight, scale, tile, valid_rows, whole_rows=True)
+        value = blocks.linear(left, weight, scale, tile, valid_rows, whole_rows=True)
         return pypto.add(value, slabs.vector(f"{name}_bias")) if spec.qkv_bias else value
 
     def rotated(name: str, tile: Any, heads: int) -> Any:
@@ -74,7 +74,7 @@ def output(spec: Any, slabs: Slabs, x: Any, context: Any, valid_rows: Any = None
     tile = LayerTiles(spec, x.shape[0]).output()
     projected = blocks.linear(left, weight, scale, tile, valid_rows, whole_rows=True)
     residual = pypto.add(blocks.to_fp32(x), projected)
-    return residual, _normed(spec, residual, slabs.vector("post_rms"), valid_rows)
+    return residual, normed(spec, residual, slabs.vector("post_rms"), valid_rows)
 
 
 def up(spec: Any, slabs: Slabs, left: blocks.Operand, valid_rows: Any = None) -> Any:
@@ -97,7 +97,7 @@ def down(spec: Any, slabs: Slabs, left: blocks.Operand, residual: Any, valid_row
     return blocks.to_bf16(pypto.add(blocks.whole(residual, valid_rows), value))
 
 
-def _normed(spec: Any, x_fp32: Any, gamma: Any, valid_rows: Any) -> blocks.Operand:
+def normed(spec: Any, x_fp32: Any, gamma: Any, valid_rows: Any) -> blocks.Operand:
     """RMS-normalise FP32 rows, narrow them to BF16, and make them the operand of the weights that follow."""
-    normed = blocks.to_bf16(blocks.rms_norm_rows(x_fp32, gamma, spec.rms_norm_eps, valid_rows))
-    return blocks.operand(normed, spec.weights, valid_rows)
+    narrowed = blocks.to_bf16(blocks.rms_norm_rows(x_fp32, gamma, spec.rms_norm_eps, valid_rows))
+    return blocks.operand(narrowed, spec.weights, valid_rows)
