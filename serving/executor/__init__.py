@@ -28,22 +28,18 @@ def open_executor(
 
     `cpu` is the native step (or torch, with a warning, where it cannot be built), `torch` the exact torch step, `pypto`
     the PyPTO programs. `threads=None` takes the cores that are free now, at most 8. `kv` names how the cache keeps keys
-    and values (`kernels.kv_format.KV_FORMATS`); `pypto` keeps `bf16` only. Raises ExecutorError for an unknown kind and
+    and values (`kernels.kv_format.KV_FORMATS`). Raises ExecutorError for an unknown kind and
     kernels' errors for an unknown format and for slabs that cannot be loaded.
     """
     if kind not in ("cpu", "torch", "pypto"):
         raise ExecutorError(f"executor kind is {kind!r}; expected 'cpu', 'torch' or 'pypto'")
-    if kind == "pypto" and parse_kv_format(kv) is not None:
-        raise ExecutorError(
-            f"found KV format {kv} for executor pypto, whose programs keep bf16; use executor cpu with it"
-        )
     parse_kv_format(kv)
     slabs = load_slabs(slabs_dir)
     pages = DEFAULT_NUM_PAGES if num_pages is None else num_pages
     if kind == "pypto":
         from serving.executor.pypto import PyptoExecutor
 
-        return PyptoExecutor(slabs, pages)
+        return PyptoExecutor(slabs, pages, kv=kv)
     from serving.executor.cpu import CpuExecutor
 
     return CpuExecutor(slabs, pages, threads, backend="torch" if kind == "torch" else None, kv=kv)

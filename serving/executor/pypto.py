@@ -21,16 +21,19 @@ from torch import Tensor
 from kernels.contract import BATCH_WINDOW_ROWS
 from kernels.errors import KernelsError
 from kernels.interpreter import Call, interpret, run_program
-from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, layer_arguments, row_arguments
+from kernels.programs.decode_cache import cache_arguments
+from kernels.programs.decode_layer import DecodeLayerSpec, decode_layer, layer_arguments, row_arguments
 from kernels.programs.decode_step import DecodeStep, DecodeStepSpec, step_rows
 from kernels.programs.layer_slabs import stacked_slabs
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.slabs import Slabs
+from quantize.model_config import ModelConfig
 from serving.errors import ExecutorError
 from serving.executor.base import PAGE_TOKENS, Chunk
+from serving.executor.kv_codec import open_codec
 from serving.executor.step import StepRows, plan_step
 
-__all__ = ["HostPrograms", "Prompts", "PyptoExecutor", "Rows", "RunsPrompts", "npu_available"]
+__all__ = ["HostPrograms", "Prompts", "PyptoExecutor", "Rows", "RunsPrompts", "layer_matrices", "npu_available"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +97,8 @@ class RunsPrompts(Protocol):
 class PyptoExecutor:
     """An `Executor` that computes with the PyPTO programs."""
 
-    def __init__(self, slabs: Slabs, num_pages: int, programs: Programs | None = None) -> None:
+    def __init__(self, slabs: Slabs, num_pages: int, programs: Programs | None = None, kv: str = "bf16") -> None:
+        """With `programs`, or such as there are for caches of `kv` (`kernels.kv_format.KV_FORMATS`)."""
         if num_pages < 1:
             raise ExecutorError(f"num_pages is {num_pages}; expected at least 1")
         self.config = slabs.config
@@ -102,7 +106,7 @@ class PyptoExecutor:
         self.max_context_tokens = slabs.tensors["rope_cos"].shape[0]
         self._embedding = slabs.tensors["embed_weight"]
         self._real_vocab = slabs.real_vocab
-        self._programs: Programs | None = programs or _open_programs(slabs, num_pages)
+        self._programs: Programs | None = programs or _open_programs(slabs, num_pages, kv)
 
     def forward(self, batch: Sequence[Chunk]) -> Tensor:
         """Run `batch`; see `Executor.forward`. Raises ExecutorError when a chunk is out of range or a program fails."""
@@ -154,15 +158,22 @@ class HostPrograms:
     LM head): its sums depend on how many there are, and a row's numbers must not depend on its batch mates.
     """
 
-    def __init__(self, slabs: Slabs, num_pages: int, *, whole_steps: bool = False) -> None:
+    def __init__(self, slabs: Slabs, num_pages: int, *, whole_steps: bool = False, kv: str = "bf16") -> None:
         """Caches for `num_pages` pages; with `whole_steps` a step whose logits are wanted is one `decode_step`.
 
-        The LM head is part of that, so that all its stages run on whole windows.
+        The LM head is part of that, so that all its stages run on whole windows. `kv` names how the caches keep keys
+        and values (`kernels.kv_format.KV_FORMATS`).
         """
+        if whole_steps and kv != "bf16":
+            raise ExecutorError(f"found KV format {kv} for whole steps, which keep bf16; run layer after layer with it")
         config = slabs.config
-        self._slabs = slabs
-        shape = (config.num_layers, num_pages + 1, PAGE_TOKENS, config.kv_size)
-        self._caches = {name: torch.zeros(shape, dtype=torch.bfloat16) for name in ("k_cache", "v_cache")}
+        self._slabs, self._kv = slabs, kv
+        self._matrices = layer_matrices(kv, config)
+        self._caches = {
+            a.name: torch.zeros(config.num_layers, num_pages + 1, PAGE_TOKENS, a.shape[1] or 1, dtype=a.dtype)
+            for a in cache_arguments(DecodeLayerSpec.of(config, slabs.down, (1,), kv=kv))
+            if a.direction == "inout"
+        }
         self._scratch_page = num_pages
         self._whole_steps = whole_steps
 
@@ -206,14 +217,15 @@ class HostPrograms:
 
     def _run_layers(self, rows: Rows, used: list[int], *, with_logits: bool) -> Tensor | None:
         slabs, config = self._slabs, self._slabs.config
-        layer = DecodeLayer(DecodeLayerSpec.of(config, slabs.down, rows.contexts(), pages=len(used)))
+        layer = decode_layer(DecodeLayerSpec.of(config, slabs.down, rows.contexts(), pages=len(used), kv=self._kv))
         rope = (slabs.tensors["rope_cos"], slabs.tensors["rope_sin"])
         tensors = {"x.0": rows.x, **row_arguments(rows.positions, rows.pages, *rope)}
         row_data = {name: name for name in tensors if name != "x.0"}
         calls: list[Call] = []
         wanted: list[str] = []
         for index in range(config.num_layers):
-            slab = {f"{name}.{index}": value for name, value in layer_arguments(slabs.layer(index)).items()}
+            of_layer = {**layer_arguments(slabs.layer(index)), **self._matrices[index]}
+            slab = {f"{name}.{index}": value for name, value in of_layer.items()}
             pages = {f"{name}.{index}": cache[index, used].flatten(0, 1) for name, cache in self._caches.items()}
             tensors |= slab | pages
             wanted += pages
@@ -264,10 +276,24 @@ def npu_available() -> bool:
     return npu is not None and bool(npu.is_available())
 
 
-def _open_programs(slabs: Slabs, num_pages: int) -> Programs:
+def layer_matrices(kv: str, config: ModelConfig) -> list[dict[str, Tensor]]:
+    """For every layer the arguments `k_matrices` and `v_matrices` of KV format `kv`, or none for `bf16`.
+
+    They are the CPU executor's.
+    """
+    codec = open_codec(kv, config)
+    if codec is None:
+        return [{} for _ in range(config.num_layers)]
+    return [
+        {"k_matrices": key.matrices.contiguous(), "v_matrices": value.matrices.contiguous()}
+        for key, value in zip(codec.keys, codec.values, strict=True)
+    ]
+
+
+def _open_programs(slabs: Slabs, num_pages: int, kv: str) -> Programs:
     if npu_available():
         from serving.executor.pypto_npu import NpuPrograms
 
-        return NpuPrograms(slabs, num_pages)
+        return NpuPrograms(slabs, num_pages, kv=kv)
     logger.warning("no NPU here: the PyPTO programs run in the host's interpreter, seconds per layer")
-    return HostPrograms(slabs, num_pages)
+    return HostPrograms(slabs, num_pages, kv=kv)

@@ -12,17 +12,17 @@ from torch import Tensor
 from kernels.contract import BATCH_WINDOW_ROWS
 from kernels.program_runner import build_kernel, runtime_options
 from kernels.programs.base import Program, check_arguments, make_outputs
-from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec, layer_arguments, row_arguments
+from kernels.programs.decode_layer import DecodeLayerSpec, decode_layer, layer_arguments, row_arguments
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
 from kernels.slabs import Slabs
 from serving.executor.base import PAGE_TOKENS
-from serving.executor.pypto import Rows
+from serving.executor.pypto import Rows, layer_matrices
 
 
 class NpuPrograms:
     """`Programs` on the device `device`, by default the current NPU."""
 
-    def __init__(self, slabs: Slabs, num_pages: int, device: str = "npu") -> None:
+    def __init__(self, slabs: Slabs, num_pages: int, device: str = "npu", kv: str = "bf16") -> None:
         import pypto
 
         config = slabs.config
@@ -30,19 +30,20 @@ class NpuPrograms:
         self._real_vocab = slabs.real_vocab
         self._rope = (slabs.tensors["rope_cos"], slabs.tensors["rope_sin"])
         self._table_pages = -(-self._rope[0].shape[0] // PAGE_TOKENS)
-        self._layer = DecodeLayer(DecodeLayerSpec.of(config, slabs.down, (1,)))
+        self._layer = decode_layer(DecodeLayerSpec.of(config, slabs.down, (1,), kv=kv))
         self._head = LmHeadGreedy(LmHeadSpec.of(config, BATCH_WINDOW_ROWS))
         options = {"runtime_options": runtime_options(pypto.RunMode.NPU)}
         self._layer_kernel = build_kernel(self._layer, options)
         self._head_kernel = build_kernel(self._head, options)
         slots = num_pages * PAGE_TOKENS
+        caches = [a for a in self._layer.arguments() if a.direction == "inout"]
+        self._cache_names = tuple(a.name for a in caches)
         self._layers = [
             {
-                **self._moved(layer_arguments(slabs.layer(index))),
-                "k_cache": torch.zeros(slots, config.kv_size, dtype=torch.bfloat16, device=self._device),
-                "v_cache": torch.zeros(slots, config.kv_size, dtype=torch.bfloat16, device=self._device),
+                **self._moved({**layer_arguments(slabs.layer(index)), **matrices}),
+                **{a.name: torch.zeros(slots, a.shape[1] or 1, dtype=a.dtype, device=self._device) for a in caches},
             }
-            for index in range(config.num_layers)
+            for index, matrices in enumerate(layer_matrices(kv, config))
         ]
         head_slabs = {
             "weight": slabs.tensors["lm_head_weight"],
@@ -59,7 +60,7 @@ class NpuPrograms:
         table[:, : arguments["block_table"].shape[1]] = arguments["block_table"]
         arguments["block_table"] = table
         # Values are checked on the host, where they come from: reading them back from the device would wait for it.
-        caches = {name: self._layers[0][name] for name in ("k_cache", "v_cache")}
+        caches = {name: self._layers[0][name] for name in self._cache_names}
         self._layer.check_values({**arguments, **caches, "x": rows.x, "out": rows.x})
         moved, x = self._moved(arguments), rows.x.to(self._device)
         for layer in self._layers:

@@ -15,6 +15,7 @@ from kernels.interpreter import run_program
 from kernels.programs.layer_slabs import stacked_slabs
 from kernels.programs.prefill_layer import causal_bias, chunk_arguments
 from kernels.programs.prefill_step import PrefillStep, PrefillStepSpec
+from kernels.slabs import Slabs
 from serving.executor.base import PAGE_TOKENS
 from serving.executor.pypto import HostPrograms, Prompts
 
@@ -22,7 +23,10 @@ __all__ = ["HostPromptPrograms"]
 
 
 class HostPromptPrograms(HostPrograms):
-    """`HostPrograms` that takes prompts whole."""
+    """`HostPrograms` that takes prompts whole; its caches are BF16."""
+
+    def __init__(self, slabs: Slabs, num_pages: int, *, whole_steps: bool = False) -> None:
+        super().__init__(slabs, num_pages, whole_steps=whole_steps)
 
     def run_prompts(self, prompts: Prompts) -> Tensor:
         """Interpret one `prefill_step`; returns the logits FP32 `[sequences, real_vocab]` of the last rows."""

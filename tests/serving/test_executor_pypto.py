@@ -102,6 +102,25 @@ def test_prompts_through_prefill_step_give_the_goldens_logits(slabs: Slabs) -> N
 
 
 @pytest.mark.slow
+def test_a_turboquant_cache_gives_about_what_the_cpu_executor_gives(slabs: Slabs) -> None:
+    """Both keep the same codes; where they narrow to BF16 in attention differs, and so do the last bits."""
+    opened = PyptoExecutor(slabs, PAGES, kv="turboquant4")
+    cpu = CpuExecutor(slabs, PAGES, threads=1, backend="torch", kv="turboquant4")
+    tokens, logits = prompt_and_two_steps(opened)
+    expected_tokens, expected = prompt_and_two_steps(cpu)
+    _, in_bf16 = prompt_and_two_steps(golden_executor(slabs))
+    assert tokens == expected_tokens
+    distance = max(float((have - want).abs().max()) for have, want in zip(logits, expected, strict=True))
+    of_format = max(float((have - want).abs().max()) for have, want in zip(in_bf16, expected, strict=True))
+    assert distance < of_format / 4, (distance, of_format)
+
+
+def test_whole_steps_refuse_another_cache_than_theirs(slabs: Slabs) -> None:
+    with pytest.raises(ExecutorError, match="found KV format turboquant4 for whole steps, which keep bf16"):
+        HostPrograms(slabs, PAGES, whole_steps=True, kv="turboquant4")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "layers", "first_token"), [(make_tiny_qwen3, 2, 7), (make_tiny_llama, 1, 11)], ids=["qwen3", "llama"]
 )
