@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -92,14 +93,22 @@ def _sweep_abandoned(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def check_timeout(timeout_s: float) -> None:
+    """Raise ToolchainError for what is no number of seconds to wait."""
+    if not 0 < timeout_s < math.inf:
+        raise ToolchainError(f"a timeout of {timeout_s} s: expected a number of seconds above 0")
+
+
 def run_request(
     folder: Path, request: Mapping[str, Any], timeout_s: float, stopped: threading.Event | None = None
 ) -> Finished:
     """Carry `request` out in a subprocess working in `folder`.
 
-    Raises ToolchainError when it overruns `timeout_s` or `stopped` is set meanwhile (its process group is killed
-    first), and ProgramError when it fails, with the reason from its output and from PyPTO's log.
+    Raises ToolchainError for a timeout that is no time, or when it overruns `timeout_s` or `stopped` is set meanwhile
+    (its process group is killed first), and ProgramError when it fails, with the reason from its output and from
+    PyPTO's log.
     """
+    check_timeout(timeout_s)
     output, logs = folder / "output", folder / "log"
     for path in (output, logs, folder / "home"):
         path.mkdir(exist_ok=True)

@@ -35,7 +35,7 @@ from kernels.errors import ProgramError, ToolchainError
 from kernels.programs.base import Program
 from kernels.programs.registry import program_to_json
 from kernels.report import TIMELINE_FILE, CheckResult, ProgramReport, summarize
-from kernels.runner_process import Finished, run_request, runner_folder
+from kernels.runner_process import Finished, check_timeout, run_request, runner_folder
 from kernels.source_closure import closure_digest
 from kernels.timeline import read_timeline
 from kernels.tuned_tiles import read_table, table_digest, table_path
@@ -116,8 +116,7 @@ def validate_all(
     unknown names and a table of tiles that cannot be used, ContractError for a model that no program covers,
     ToolchainError when PyPTO itself is missing.
     """
-    if not 0 < timeout_s < math.inf:
-        raise ToolchainError(f"a timeout of {timeout_s} s: expected a number of seconds above 0")
+    check_timeout(timeout_s)
     chosen = [_chosen_cases(selection) for selection in selections]
     pypto_version()
     read_table(table_path())  # one that cannot be used is no failure of the programs

@@ -13,6 +13,7 @@ import typer
 
 from flows import console
 from flows.cli.output import JSON_OPTION, STORE_OPTION, emit_json, emit_line, emit_table
+from flows.cli.report_folder import report_folder, writing_reports
 from flows.settings import UsageError, resolve_store
 from kernels.kv_format import KvName
 
@@ -66,8 +67,6 @@ def quality(
     as_json: bool = JSON_OPTION,
 ) -> None:
     """Compare quantized checkpoints with their source: perplexity, KL, agreement, layers, outliers."""
-    if out is not None and out.exists():
-        raise UsageError(f"{out} exists; expected a path to create. Choose another --out or remove it first")
     if kv and executor is not Runner.cpu:
         raise UsageError(
             f"--kv is a choice of this project's executor, found --executor {executor}; add --executor cpu"
@@ -88,22 +87,24 @@ def quality(
     directories = [(_label(path, candidates), path) for path in candidates]
     if previous is not None:
         directories.append((f"previous ({Path(previous).name[:12]})", _previous_checkpoint(previous, store)))
-    with console.ReleaseConsole().step("quality") as line:
-        chosen = [
-            _candidate(name, path, executor, window, kept.value)
-            for name, path in directories
-            for kept in kv or [KvName("bf16")]
-        ]
-        findings = measure(source, chosen, options, progress=line.advance, note=line.note).to_json()
-        line.outcome = f"{findings['positions']:,} positions of {findings['text']}"
+    with report_folder(out):
+        with console.ReleaseConsole().step("quality") as line:
+            chosen = [
+                _candidate(name, path, executor, window, kept.value)
+                for name, path in directories
+                for kept in kv or [KvName("bf16")]
+            ]
+            findings = measure(source, chosen, options, progress=line.advance, note=line.note).to_json()
+            line.outcome = f"{findings['positions']:,} positions of {findings['text']}"
+        if as_json:
+            emit_json(findings)
+        else:
+            _print(findings)
         if out is not None:
-            write_quality_report(out, findings)
-    if as_json:
-        emit_json(findings)
-        return
-    _print(findings)
-    if out is not None:
-        emit_line(f"Report: {out / 'quality.html'}")
+            with writing_reports(out):
+                write_quality_report(out, findings)
+            if not as_json:
+                emit_line(f"Report: {out / 'quality.html'}")
 
 
 def _label(path: Path, candidates: list[Path]) -> str:

@@ -57,11 +57,13 @@ def test_a_text_of_ones_own_and_a_table(source: Path, checkpoint: Path, tmp_path
     [
         (["SOURCE", "CHECKPOINT", "--text", "absent.txt"], "absent.txt: found no such file"),
         (["SOURCE", "CHECKPOINT", "--out", "SOURCE"], "exists"),
+        (["SOURCE", "CHECKPOINT", "--out", "FILE/below"], "cannot be made (Not a directory)"),
         (["SOURCE", "CHECKPOINT", "--previous", "champion", "--store", "nowhere"], "neither a checkpoint"),
     ],
 )
 def test_bad_input_is_named(source: Path, checkpoint: Path, arguments: list[str], words: str) -> None:
-    places = {"SOURCE": str(source), "CHECKPOINT": str(checkpoint)}
+    below = str(source / "config.json" / "below")
+    places = {"SOURCE": str(source), "CHECKPOINT": str(checkpoint), "FILE/below": below}
     _, stderr = run_cli("quality", *(places.get(argument, argument) for argument in arguments), code=2)
     assert words in stderr
     assert "Traceback" not in stderr
