@@ -17,6 +17,7 @@ from kernels.tiles import CUBE_CORES, CubeTile, check_cube_tile
 @pytest.fixture(autouse=True)
 def without_tuned_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The choice itself is tested, not what tuning found better."""
+    (tmp_path / "none.json").write_text('{"tiles": []}')
     monkeypatch.setenv("PYPTO_DEPLOY_TILES", str(tmp_path / "none.json"))
 
 

@@ -45,7 +45,8 @@ def test_chosen_tiles_fit_for_every_width(element_bytes: int) -> None:
 
 
 def test_a_linear_is_spread_over_the_cores_in_one_wave_where_it_can_be() -> None:
-    for k, n in ((5120, 5120), (5120, 1024), (17408, 5120), (576, 1536)):
+    # None of them is in the table of tuned tiles.
+    for k, n in ((4096, 5120), (5120, 1024), (17408, 2560), (608, 1536)):
         tasks = -(-n // choose_cube_tile(k, n, 1).n)
         assert 16 <= tasks <= 24
 
