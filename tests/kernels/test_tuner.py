@@ -78,13 +78,15 @@ def test_gains_go_into_the_table_and_from_there_to_the_choice_of_tiles(
     assert choose_cube_tile(1024, 3072, 1, columns=96).n == 96
 
 
-def test_nothing_is_kept_when_the_whole_layer_gains_nothing(tmp_path: Path) -> None:
+def test_nothing_is_kept_when_the_whole_layer_gains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "tiles.json"
     result = tune_decode_layer(CONFIG, prefers(160, lambda: 500.0), table, budget_s=1e9)
     assert (result.kept, len(result.dropped), result.after_us) == ((), 3 * FINALISTS, 500)
     assert sorted(read_table(table), key=lambda entry: entry.key) == sorted(
         result.confirmed, key=lambda entry: entry.key
     )
+    table.write_text('{"tiles": []}')
+    monkeypatch.setenv(TABLE_VARIABLE, str(table))
     for entry in result.confirmed:
         assert entry.tile == choose_stream_tile(entry.k, entry.n)
         assert entry.tried > 10
