@@ -6,6 +6,9 @@ here: `target[:] = value` consumes `value`, and a binary operation broadcasts on
 
 from __future__ import annotations
 
+import linecache
+import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +47,24 @@ def parameter_types(program: Program) -> SimpleNamespace:
         shape = [pypto.DYNAMIC if size is None else size for size in argument.shape]
         types[argument.name] = pypto.Tensor(shape, _DTYPES[argument.dtype])
     return SimpleNamespace(**types)
+
+
+def jit_kernel(program: Program, options: dict[str, Any], body: Callable[[Any], None]) -> Any:
+    """The jit-compiled kernel of `program`: its arguments are the parameters, and `body` is called with all of them.
+
+    `options` are the keyword arguments of `pypto.frontend.jit`; `body` finds the arguments as attributes. PyPTO reads a
+    kernel's parameters and statements from its source, so there is one: two lines made from the program's arguments,
+    which is where their order and types are stated. PyPTO runs `body`, an attribute there, as Python.
+    """
+    names = [argument.name for argument in program.arguments()]
+    parameters = ", ".join(f"{name}: types.{name}" for name in names)
+    values = ", ".join(f"{name}={name}" for name in names)
+    source = f"def {program.name}({parameters}):\n    kernel.body(python.SimpleNamespace({values}))\n"
+    file = f"<kernel {program.name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    scope = {"types": parameter_types(program), "kernel": SimpleNamespace(body=body), "python": types}
+    exec(compile(source, file, "exec", dont_inherit=True), scope)
+    return pypto.frontend.jit(**options)(scope[program.name])
 
 
 def to_fp32(value: Any) -> Any:

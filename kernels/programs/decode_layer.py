@@ -291,7 +291,7 @@ class TurboQuantDecodeLayer(DecodeLayer):
     """The decode layer over a TurboQuant cache."""
 
     name = "decode_layer_turboquant"
-    kernel_module = "kernels.programs.decode_layer_turboquant_kernel"
+    kernel_module = "kernels.programs.decode_layer_kernel"
 
     def tolerances(self) -> dict[str, str]:
         """Codes are exact; turned queries and norms are FP32 sums, whose order is not fixed."""

@@ -1,13 +1,10 @@
 """The PyPTO kernel of `decode_step`: layers in a loop over stacked slabs, LM head, greedy ids, the next embedding rows.
 
-Every loop waits for the one before it. The hidden rows stay in place in the argument `x`. Annotations must be objects:
-no postponed evaluation here.
+Every loop waits for the one before it. The hidden rows stay in place in the argument `x`.
 """
 
-# Parameters are annotated with values, which a type checker does not follow.
-# mypy: disable-error-code="valid-type, name-defined, misc, no-untyped-def, untyped-decorator, index"
+from __future__ import annotations
 
-import types
 from typing import Any
 
 import pypto
@@ -19,93 +16,10 @@ from kernels.programs.lm_head import LmHeadSpec
 
 def build(program: DecodeStep, options: dict[str, Any]) -> Any:
     """Return the jit-compiled kernel of `program`; `options` are the keyword arguments of `pypto.frontend.jit`."""
-    spec, of = program.spec, blocks.parameter_types(program)
+    spec = program.spec
     head = spec.head
 
-    # PyPTO refuses a return annotation. It interprets the body, and what the body calls by a plain name.
-    @pypto.frontend.jit(**options)
-    def decode_step(
-        x: of.x,
-        input_rms: of.input_rms,
-        wq: of.wq,
-        wk: of.wk,
-        wv: of.wv,
-        wq_scale: of.wq_scale,
-        wk_scale: of.wk_scale,
-        wv_scale: of.wv_scale,
-        wo: of.wo,
-        wo_scale: of.wo_scale,
-        post_rms: of.post_rms,
-        w_gate: of.w_gate,
-        w_up: of.w_up,
-        w_gate_scale: of.w_gate_scale,
-        w_up_scale: of.w_up_scale,
-        w_down: of.w_down,
-        w_down_scale: of.w_down_scale,
-        q_norm: of.q_norm,
-        k_norm: of.k_norm,
-        q_bias: of.q_bias,
-        k_bias: of.k_bias,
-        v_bias: of.v_bias,
-        final_norm: of.final_norm,
-        lm_head_weight: of.lm_head_weight,
-        embed_weight: of.embed_weight,
-        cos: of.cos,
-        sin: of.sin,
-        slots: of.slots,
-        context_tokens: of.context_tokens,
-        block_table: of.block_table,
-        k_cache: of.k_cache,
-        v_cache: of.v_cache,
-        q_rows: of.q_rows,
-        context_rows: of.context_rows,
-        normed_rows: of.normed_rows,
-        block_maxima: of.block_maxima,
-        block_ids: of.block_ids,
-        logits: of.logits,
-        ids: of.ids,
-    ):
-        tensors = types.SimpleNamespace(
-            x=x,
-            input_rms=input_rms,
-            wq=wq,
-            wk=wk,
-            wv=wv,
-            wq_scale=wq_scale,
-            wk_scale=wk_scale,
-            wv_scale=wv_scale,
-            wo=wo,
-            wo_scale=wo_scale,
-            post_rms=post_rms,
-            w_gate=w_gate,
-            w_up=w_up,
-            w_gate_scale=w_gate_scale,
-            w_up_scale=w_up_scale,
-            w_down=w_down,
-            w_down_scale=w_down_scale,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            q_bias=q_bias,
-            k_bias=k_bias,
-            v_bias=v_bias,
-            final_norm=final_norm,
-            lm_head_weight=lm_head_weight,
-            embed_weight=embed_weight,
-            cos=cos,
-            sin=sin,
-            slots=slots,
-            context_tokens=context_tokens,
-            block_table=block_table,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            q_rows=q_rows,
-            context_rows=context_rows,
-            normed_rows=normed_rows,
-            block_maxima=block_maxima,
-            block_ids=block_ids,
-            logits=logits,
-            ids=ids,
-        )
+    def steps_of_rows(tensors: Any) -> None:
         batch, layers = tensors.x.shape[0], tensors.input_rms.shape[0]
         steps = tensors.context_tokens.shape[0] // batch
         layer_slots = tensors.k_cache.shape[0] // layers
@@ -120,7 +34,7 @@ def build(program: DecodeStep, options: dict[str, Any]) -> Any:
                 decode_stages.layer_stages(spec.layer, at, tensors, tensors.x, tensors.x)
             _next_tokens(head, tensors, step * batch)
 
-    return decode_step
+    return blocks.jit_kernel(program, options, steps_of_rows)
 
 
 def _next_tokens(head: LmHeadSpec, tensors: Any, first_row: Any) -> None:

@@ -1,10 +1,6 @@
-"""The PyPTO kernel of `greedy_sample`: the second half of `lm_head_greedy`, on logits that are there already.
+"""The PyPTO kernel of `greedy_sample`: the second half of `lm_head_greedy`, on logits that are there already."""
 
-Annotations must be objects: no postponed evaluation here.
-"""
-
-# Parameters are annotated with values, which a type checker does not follow.
-# mypy: disable-error-code="valid-type, name-defined, misc, no-untyped-def, untyped-decorator, index"
+from __future__ import annotations
 
 from typing import Any
 
@@ -17,21 +13,19 @@ from kernels.programs.sampling import GreedySample
 
 def build(program: GreedySample, options: dict[str, Any]) -> Any:
     """Return the jit-compiled kernel of `program`; `options` are the keyword arguments of `pypto.frontend.jit`."""
-    spec, of = program.spec, blocks.parameter_types(program)
+    spec = program.spec
     window, width = spec.window_rows, spec.chunk_tokens
 
-    # PyPTO refuses a return annotation.
-    @pypto.frontend.jit(**options)
-    def greedy_sample(logits: of.logits, block_maxima: of.block_maxima, block_ids: of.block_ids, ids: of.ids):
-        rows = logits.shape[0]
+    def sample(tensors: Any) -> None:
+        rows = tensors.logits.shape[0]
         for index in pypto.loop(0, (rows + window - 1) // window, 1, name="WINDOWS", idx_name="window"):
             first = index * window
             valid = pypto.min(rows - first, window)
             for chunk in pypto.loop(0, spec.chunks, 1, name="CHUNKS", idx_name="chunk", submit_before_loop=True):
                 start = pypto.min(chunk * width, spec.last_chunk_start)
-                values = pypto.view(logits, [window, width], [first, start], valid_shape=[valid, width])
-                block_winners(spec, chunk, values, valid, block_maxima, block_ids)
+                values = pypto.view(tensors.logits, [window, width], [first, start], valid_shape=[valid, width])
+                block_winners(spec, chunk, values, valid, tensors.block_maxima, tensors.block_ids)
             for _ in pypto.loop(0, 1, 1, name="SAMPLE", idx_name="sample", submit_before_loop=True):
-                pypto.assemble(best_ids(spec, block_maxima, block_ids, valid), [first, 0], ids)
+                pypto.assemble(best_ids(spec, tensors.block_maxima, tensors.block_ids, valid), [first, 0], tensors.ids)
 
-    return greedy_sample
+    return blocks.jit_kernel(program, options, sample)

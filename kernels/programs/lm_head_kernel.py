@@ -3,11 +3,10 @@
 A prologue normalises the rows once; each vocabulary chunk writes its logits and, for every block of columns, the
 maximum and the lowest id that reaches it; an epilogue picks the lowest id among the best blocks. The last chunk ends at
 the last real id and overlaps the one before where the vocabulary is no multiple of a chunk: so every chunk is whole,
-and padding is never read. Chunks are independent. Annotations must be objects: no postponed evaluation here.
+and padding is never read. Chunks are independent.
 """
 
-# Parameters are annotated with values, which a type checker does not follow.
-# mypy: disable-error-code="valid-type, name-defined, misc, no-untyped-def, untyped-decorator, index"
+from __future__ import annotations
 
 from typing import Any
 
@@ -24,32 +23,31 @@ NO_ID = float(2**24)
 
 def build(program: LmHeadGreedy, options: dict[str, Any]) -> Any:
     """Return the jit-compiled kernel of `program`; `options` are the keyword arguments of `pypto.frontend.jit`."""
-    spec, of = program.spec, blocks.parameter_types(program)
+    spec = program.spec
 
-    # PyPTO refuses a return annotation.
-    @pypto.frontend.jit(**options)
-    def lm_head_greedy(
-        x: of.x,
-        final_norm: of.final_norm,
-        weight: of.weight,
-        normed_rows: of.normed_rows,
-        block_maxima: of.block_maxima,
-        block_ids: of.block_ids,
-        logits: of.logits,
-        ids: of.ids,
-    ):
-        tokens, window = x.shape[0], spec.window_rows
+    def head(tensors: Any) -> None:
+        tokens, window = tensors.x.shape[0], spec.window_rows
         for index in pypto.loop(0, (tokens + window - 1) // window, 1, name="WINDOWS", idx_name="window"):
             first = index * window
             valid = pypto.min(tokens - first, window)
             for _ in pypto.loop(0, 1, 1, name="NORM", idx_name="norm", submit_before_loop=True):
-                norm_rows(spec, x, final_norm, normed_rows, first, valid)
+                norm_rows(spec, tensors.x, tensors.final_norm, tensors.normed_rows, first, valid)
             for chunk in pypto.loop(0, spec.chunks, 1, name="CHUNKS", idx_name="chunk", submit_before_loop=True):
-                head_chunk(spec, chunk, normed_rows, weight, logits, first, block_maxima, block_ids, valid)
+                head_chunk(
+                    spec,
+                    chunk,
+                    tensors.normed_rows,
+                    tensors.weight,
+                    tensors.logits,
+                    first,
+                    tensors.block_maxima,
+                    tensors.block_ids,
+                    valid,
+                )
             for _ in pypto.loop(0, 1, 1, name="SAMPLE", idx_name="sample", submit_before_loop=True):
-                pypto.assemble(best_ids(spec, block_maxima, block_ids, valid), [first, 0], ids)
+                pypto.assemble(best_ids(spec, tensors.block_maxima, tensors.block_ids, valid), [first, 0], tensors.ids)
 
-    return lm_head_greedy
+    return blocks.jit_kernel(program, options, head)
 
 
 def norm_rows(

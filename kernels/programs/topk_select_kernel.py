@@ -6,8 +6,7 @@ has it. The last chunk overlaps the one before: the ids that it shares are maske
 postponed evaluation here.
 """
 
-# Parameters are annotated with values, which a type checker does not follow.
-# mypy: disable-error-code="valid-type, name-defined, misc, no-untyped-def, untyped-decorator, index"
+from __future__ import annotations
 
 from typing import Any
 
@@ -25,41 +24,35 @@ TILE_ELEMENTS = 6144
 
 def build(program: TopkSelect, options: dict[str, Any]) -> Any:
     """Return the jit-compiled kernel of `program`; `options` are the keyword arguments of `pypto.frontend.jit`."""
-    spec, of = program.spec, blocks.parameter_types(program)
+    spec = program.spec
     window, width, inner = spec.window_rows, spec.chunk_tokens, spec.chunks - 1
 
-    # PyPTO refuses a return annotation.
-    @pypto.frontend.jit(**options)
-    def topk_select(
-        logits: of.logits,
-        candidate_values: of.candidate_values,
-        candidate_ids: of.candidate_ids,
-        values: of.values,
-        ids: of.ids,
-    ):
-        rows = logits.shape[0]
+    def select(tensors: Any) -> None:
+        rows = tensors.logits.shape[0]
         for index in pypto.loop(0, (rows + window - 1) // window, 1, name="WINDOWS", idx_name="window"):
             first = index * window
             valid = pypto.min(rows - first, window)
             for chunk in pypto.loop(0, inner, 1, name="CHUNKS", idx_name="chunk", submit_before_loop=True):
-                part = pypto.view(logits, [window, width], [first, chunk * width], valid_shape=[valid, width])
-                _best(part, _numbers(spec, valid), (0, chunk * TOP_IDS), candidate_values, candidate_ids)
+                part = pypto.view(tensors.logits, [window, width], [first, chunk * width], valid_shape=[valid, width])
+                _best(
+                    part, _numbers(spec, valid), (0, chunk * TOP_IDS), tensors.candidate_values, tensors.candidate_ids
+                )
             for _ in pypto.loop(0, 1, 1, name="LAST", idx_name="last", submit_before_loop=True):
                 start = spec.last_chunk_start
-                part = pypto.view(logits, [window, width], [first, start], valid_shape=[valid, width])
+                part = pypto.view(tensors.logits, [window, width], [first, start], valid_shape=[valid, width])
                 numbers = _numbers(spec, valid)
                 if spec.overlap_tokens > 0:
                     part = pypto.where(pypto.ge(numbers, float(spec.overlap_tokens)), part, TAKEN)
                 if spec.chunks == 1:
-                    _best(part, numbers, (first, 0), values, ids)
+                    _best(part, numbers, (first, 0), tensors.values, tensors.ids)
                 else:
-                    _best(part, numbers, (0, inner * TOP_IDS), candidate_values, candidate_ids)
+                    _best(part, numbers, (0, inner * TOP_IDS), tensors.candidate_values, tensors.candidate_ids)
             if spec.chunks > 1:
                 for _ in pypto.loop(0, 1, 1, name="SELECT", idx_name="select", submit_before_loop=True):
-                    offered, offered_ids = _offered(spec, valid, candidate_values, candidate_ids)
-                    _best(offered, offered_ids, (first, 0), values, ids)
+                    offered, offered_ids = _offered(spec, valid, tensors.candidate_values, tensors.candidate_ids)
+                    _best(offered, offered_ids, (first, 0), tensors.values, tensors.ids)
 
-    return topk_select
+    return blocks.jit_kernel(program, options, select)
 
 
 def _numbers(spec: TopkSelectSpec, valid: Any) -> Any:

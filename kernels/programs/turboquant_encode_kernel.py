@@ -1,7 +1,6 @@
-"""The PyPTO kernel of `turboquant_encode`. Annotations must be objects: no postponed evaluation here."""
+"""The PyPTO kernel of `turboquant_encode`."""
 
-# Parameters are annotated with values, which a type checker does not follow.
-# mypy: disable-error-code="valid-type, name-defined, misc, no-untyped-def, untyped-decorator, index"
+from __future__ import annotations
 
 from typing import Any
 
@@ -13,30 +12,18 @@ from kernels.programs.turboquant_encode import WINDOW_ROWS, TurboQuantEncode, Tu
 
 def build(program: TurboQuantEncode, options: dict[str, Any]) -> Any:
     """Return the jit-compiled kernel of `program`; `options` are the keyword arguments of `pypto.frontend.jit`."""
-    spec, of = program.spec, blocks.parameter_types(program)
+    spec = program.spec
 
-    # PyPTO refuses a return annotation.
-    @pypto.frontend.jit(**options)
-    def turboquant_encode(
-        k_rows: of.k_rows,
-        v_rows: of.v_rows,
-        slots: of.slots,
-        k_matrices: of.k_matrices,
-        v_matrices: of.v_matrices,
-        k_codes: of.k_codes,
-        k_norms: of.k_norms,
-        v_codes: of.v_codes,
-        v_norms: of.v_norms,
-    ):
-        rows = k_rows.shape[0]
+    def encode(tensors: Any) -> None:
+        rows = tensors.k_rows.shape[0]
         for index in pypto.loop(0, (rows + WINDOW_ROWS - 1) // WINDOW_ROWS, 1, name="WINDOWS", idx_name="window"):
             first = index * WINDOW_ROWS
             valid = pypto.min(rows - first, WINDOW_ROWS)
-            places = pypto.view(slots, [WINDOW_ROWS, 1], [first, 0], valid_shape=[valid, 1])
-            _keep(spec, first, valid, places, (k_rows, k_matrices, k_codes, k_norms))
-            _keep(spec, first, valid, places, (v_rows, v_matrices, v_codes, v_norms))
+            places = pypto.view(tensors.slots, [WINDOW_ROWS, 1], [first, 0], valid_shape=[valid, 1])
+            _keep(spec, first, valid, places, (tensors.k_rows, tensors.k_matrices, tensors.k_codes, tensors.k_norms))
+            _keep(spec, first, valid, places, (tensors.v_rows, tensors.v_matrices, tensors.v_codes, tensors.v_norms))
 
-    return turboquant_encode
+    return blocks.jit_kernel(program, options, encode)
 
 
 def _keep(spec: TurboQuantEncodeSpec, first: Any, valid: Any, places: Any, tensors: Any) -> None:
