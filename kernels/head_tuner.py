@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from kernels.contract import BATCH_WINDOW_ROWS
+from kernels.contract import BATCH_WINDOW_ROWS, check_limits
 from kernels.errors import ProgramError
 from kernels.programs.base import Program
 from kernels.programs.lm_head import LmHeadGreedy, LmHeadSpec
@@ -54,6 +54,7 @@ def tune_lm_head(
     whole head come on top. Raises ProgramError when `table` cannot be written or the head does not compile,
     TableNotWrittenError when writing fails at the end.
     """
+    check_limits(config, "int8")
     check_target(table)
     whole = LmHeadGreedy(LmHeadSpec.of(config, BATCH_WINDOW_ROWS))
     spec = whole.spec

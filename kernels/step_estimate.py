@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kernels.contract import BATCH_WINDOW_ROWS, MAX_ROPE_POSITIONS, PAGE_TOKENS, DownDtype, slab_specs
+from kernels.contract import BATCH_WINDOW_ROWS, MAX_ROPE_POSITIONS, PAGE_TOKENS, DownDtype, check_limits, slab_specs
 from kernels.errors import ProgramError
 from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
@@ -128,6 +128,7 @@ def estimate_steps(
     `simulate` is called for the layer at each pair of simulated batch (at most 16) and context, and for the LM head at
     each window size. Raises ProgramError for sizes out of range, or that lie outside the simulated ones.
     """
+    check_limits(config, down)
     longest = _longest(config)
     contexts = _cut(CONTEXTS, longest) if contexts is None else contexts
     simulated_contexts = _cut(SIMULATED_CONTEXTS, longest) if simulated_contexts is None else simulated_contexts

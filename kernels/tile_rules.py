@@ -24,6 +24,7 @@ UNIT_BYTES = 32
 
 RULES = {
     "cube-side": "every side of a matmul tile is at least one fractal of 16 elements",
+    "cube-fractal": "depths and columns in L0 are whole fractals: multiples of 16 elements and of 32 bytes",
     "cube-depths": "the depth of an operand in L1 is whole multiples of the depth in L0",
     "cube-nesting": "the depths of the two operands in L1 divide one another",
     "cube-l0a": "the left operand's tile fits L0A, 64 KB",
@@ -71,6 +72,9 @@ def check_cube_tile(tile: CubeTile, element_bytes: int, accumulator: str = "") -
     if min(tile.m, tile.k_l0, tile.k_left, tile.k_right, tile.n) < FRACTAL:
         problems.append(f"cube-side: every tile side is at least {FRACTAL} elements")
     else:
+        for name, value in (("k_l0", tile.k_l0), ("n", tile.n)):
+            if value % FRACTAL or value * element_bytes % UNIT_BYTES:
+                problems.append(f"cube-fractal: {name}={value} is not whole fractals")
         for name, value in (("k_left", tile.k_left), ("k_right", tile.k_right)):
             if value % tile.k_l0:
                 problems.append(f"cube-depths: {name}={value} is not a multiple of k_l0={tile.k_l0}")

@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 TABLE_VARIABLE = "PYPTO_DEPLOY_TILES"
+TABLE_MODE = 0o644
 SHIPPED_TABLE = Path(__file__).with_name("tuned_tiles.json")
 EMPTY_TABLE = '{"tiles": [\n]}\n'
 MAX_ROWS = 128
@@ -106,6 +107,7 @@ def read_table(path: Path) -> list[TunedTile]:
 
 def check_target(path: Path) -> None:
     """Raise ProgramError unless `merge_table` can read the table at `path`, or make one there; nothing is changed."""
+    path = path.resolve()
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ProgramError(f"{path}: its folder does not exist; make it, or name a table elsewhere with `--table`")
@@ -124,9 +126,10 @@ def check_target(path: Path) -> None:
 def merge_table(path: Path, entries: Iterable[TunedTile]) -> None:
     """Put `entries` into the table at `path`, in place of those for the same matmuls, and publish it by rename.
 
-    Two searches may end at once: the folder is locked from reading to renaming.
+    Two searches may end at once: the folder is locked from reading to renaming. A link stays one, to the new table.
     """
-    folder = os.open(path.absolute().parent, os.O_RDONLY)
+    path = path.resolve()
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         _merge(path, entries)
@@ -151,9 +154,15 @@ def _merge(path: Path, entries: Iterable[TunedTile]) -> None:
         for _, entry in sorted(merged.items())
     ]
     lines = ",\n".join(f"  {json.dumps(tile)}" for tile in tiles)
-    scratch = path.with_name(f".{path.name}.new")
-    scratch.write_text('{"tiles": [\n' + lines + "\n]}\n")
-    scratch.replace(path)
+    scratch_file, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(scratch_file, "w") as stream:
+            stream.write('{"tiles": [\n' + lines + "\n]}\n")
+        Path(scratch).chmod(TABLE_MODE)
+        Path(scratch).replace(path)
+    except OSError:
+        Path(scratch).unlink(missing_ok=True)
+        raise
 
 
 def table_digest() -> str:

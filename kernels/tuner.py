@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.contract import BATCH_WINDOW_ROWS, DownDtype
+from kernels.contract import BATCH_WINDOW_ROWS, DownDtype, check_limits
 from kernels.errors import ProgramError
 from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer, DecodeLayerSpec
@@ -118,6 +118,7 @@ def tune_decode_layer(
     and up to three for each matmul, come on top. Raises ProgramError when `rows` is out of range, `table` cannot be
     written or the layer does not compile; TableNotWrittenError when writing fails at the end.
     """
+    check_limits(config, down)
     if not 1 <= rows <= BATCH_WINDOW_ROWS:
         raise ProgramError(f"tiles are tuned for windows of 1 to {BATCH_WINDOW_ROWS} rows, not {rows}")
     check_target(table)

@@ -268,6 +268,8 @@ class DecodeLayer(Program):
         pages: list[list[int]] = []
         for tokens in s.contexts:
             count = -(-tokens // PAGE_TOKENS)
+            if count > len(order):
+                raise ProgramError(f"{s.pages} pages are too few for a sample whose rows have pages of their own")
             pages.append(order[:count])
             order = order[count:]
         cos, sin = rope_tables(s.head_dim, s.rope_theta, max(s.contexts), s.rope_scaling)

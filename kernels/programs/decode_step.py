@@ -229,7 +229,10 @@ class DecodeStep(Program):
                 f"{self.name} cannot be called: `slots` must hold a step's slots once per layer, each time "
                 f"{layer_slots} further: see `step_rows`"
             )
-        for step, contexts in enumerate(tensors["context_tokens"].view(steps, batch)):
+        lengths = tensors["context_tokens"].view(steps, batch)
+        if not torch.equal(lengths[1:], lengths[:-1] + 1):
+            raise ProgramError(f"{self.name} cannot be called: `context_tokens` must grow by one a step")
+        for step, contexts in enumerate(lengths):
             rows = {"slots": slots[step, 0], "context_tokens": contexts, "block_table": tensors["block_table"]}
             caches = {name: tensors[name][: tensors[name].shape[0] // layers] for name in _CACHES}
             self._layer.check_row_values(rows | caches)
@@ -251,6 +254,10 @@ class DecodeStep(Program):
         pages: list[list[int]] = []
         for tokens in s.contexts_at(s.steps - 1):
             count = -(-tokens // PAGE_TOKENS)
+            if count > len(order):
+                raise ProgramError(
+                    f"{s.layer.pages} pages do not give every row of a sample pages of its own; use more"
+                )
             pages.append(order[:count])
             order = order[count:]
         longest = max(s.contexts_at(s.steps - 1))

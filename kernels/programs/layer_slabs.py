@@ -69,7 +69,10 @@ class LayerDims(Protocol):
 
 def shape_problems(dims: LayerDims) -> list[str]:
     """Why no layer kernel covers `dims`, one text per field; empty when one does."""
-    problems = []
+    sizes = {name: getattr(dims, name) for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads")}
+    problems = [f"{name} {size} is not at least 1" for name, size in sizes.items() if size < 1]
+    if problems:
+        return problems
     if dims.num_heads % dims.num_kv_heads:
         problems.append(f"{dims.num_heads} heads are not a multiple of {dims.num_kv_heads} key/value heads")
     if dims.head_dim % 16 or not 16 <= dims.head_dim <= 256:

@@ -158,6 +158,7 @@ def test_steps_in_one_call_are_steps_in_turn() -> None:
         (lambda t: t.update(k_cache=t["k_cache"][:-128].contiguous()), "no whole pages of 128 for 2 layers"),
         (lambda t: t.update(slots=t["slots"].view(2, 2, 2).flip(1).reshape(-1, 1)), "a step's slots once per layer"),
         (lambda t: t.update(block_table=t["block_table"] + 100), "are not all in the cache"),
+        (lambda t: t.update(context_tokens=t["context_tokens"].view(2, 2).flip(0).flatten()), "grow by one a step"),
         (lambda t: t.update(context_tokens=t["context_tokens"] + 1), "is not where token"),
     ],
 )

@@ -10,6 +10,7 @@ from kernels.catalog import builtin_config
 from kernels.contract import DownDtype
 from kernels.errors import ProgramError
 from kernels.programs.base import Program, check_arguments
+from kernels.programs.decode_layer import DecodeLayer
 from kernels.programs.decode_step import DecodeStep, DecodeStepSpec
 from kernels.programs.layer_slabs import STACKED_SLABS, WeightForm, stacked_rows
 from kernels.programs.prefill_step import PrefillStep, PrefillStepSpec
@@ -49,6 +50,15 @@ def test_a_slab_as_narrow_as_a_placeholder_needs_the_rows_of_every_layer(name: s
         short = tensors[name][: tensors[name].shape[0] // LAYERS].clone()
         with pytest.raises(ProgramError, match=rf"`{name}` has {short.shape[0]} rows"):
             check_arguments(program, {**tensors, name: short})
+
+
+def test_sizes_and_samples_that_make_no_layer_are_refused() -> None:
+    spec = DecodeStepSpec.of(narrow(), "int8", (3, 130), layers=LAYERS).layer
+    for name in ("hidden_size", "num_kv_heads"):
+        with pytest.raises(ProgramError, match=f"{name} 0 is not at least 1"):
+            replace(spec, **{name: 0})
+    with pytest.raises(ProgramError, match="2 pages are too few for a sample"):
+        DecodeLayer(replace(spec, pages=2)).sample_inputs(0)
 
 
 def test_a_placeholder_may_have_one_row_for_all_layers() -> None:

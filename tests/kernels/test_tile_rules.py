@@ -20,6 +20,7 @@ GOOD = CubeTile(m=16, k_l0=256, k_left=5120, k_right=1280, n=256)
 
 BROKEN: list[tuple[str, Callable[[], None]]] = [
     ("cube-side", lambda: check_cube_tile(CubeTile(16, 16, 16, 16, 8), 1)),
+    ("cube-fractal", lambda: check_cube_tile(CubeTile(16, 64, 64, 64, 48), 1)),
     ("cube-depths", lambda: check_cube_tile(CubeTile(16, 256, 1088, 1088, 256), 1)),
     ("cube-nesting", lambda: check_cube_tile(CubeTile(16, 256, 1024, 768, 256), 1)),
     ("cube-l0a", lambda: check_cube_tile(CubeTile(256, 512, 512, 512, 64), 1)),

@@ -22,6 +22,8 @@ def test_the_best_measured_tile_is_accepted() -> None:
         (GOOD, 2, "L0B needs"),
         (CubeTile(128, 128, 1024, 128, 512), 1, "L0C needs 262144 bytes and has 131072"),
         (CubeTile(16, 16, 16, 16, 8), 1, "at least 16"),
+        (CubeTile(16, 64, 64, 64, 48), 1, "cube-fractal: n=48"),
+        (CubeTile(16, 17, 17, 17, 32), 2, "cube-fractal: k_l0=17"),
     ],
 )
 def test_a_tile_that_cannot_be_laid_out_is_refused_by_name(tile: CubeTile, element_bytes: int, reason: str) -> None:

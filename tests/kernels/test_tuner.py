@@ -13,13 +13,14 @@ import pytest
 from kernels.calculator import default_cache_dir
 from kernels.catalog import builtin_config
 from kernels.check_cache import CheckCache
-from kernels.errors import ProgramError
+from kernels.errors import ContractError, ProgramError
 from kernels.head_tuner import head_tiles, tune_lm_head
 from kernels.programs.base import Program
 from kernels.programs.decode_layer import DecodeLayer
 from kernels.programs.decode_tiles import choose_stream_tile
 from kernels.programs.linear import LinearW8A8, LinearW8A8Spec
 from kernels.programs.lm_head import LmHeadGreedy
+from kernels.step_estimate import estimate_steps
 from kernels.tile_rules import CubeTile, check_cube_tile
 from kernels.tiles import choose_cube_tile
 from kernels.toolchain import Selection, check_key, run_check, validate_all
@@ -204,6 +205,32 @@ BAD_TABLES = [
 ]
 
 
+def test_a_table_behind_a_link_is_written_where_it_is_and_nothing_else_is(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    table = tmp_path / "tiles.json"
+    table.symlink_to(tmp_path / "elsewhere" / "shared.json")
+    (tmp_path / "elsewhere" / ".shared.json.new").symlink_to(tmp_path / "victim")
+    (tmp_path / "victim").write_text("untouched")
+    merge_table(table, [TunedTile(512, 512, 16, 1, TILE, 30.0, 20.0, 9)])
+    assert table.is_symlink()
+    assert len(read_table(tmp_path / "elsewhere" / "shared.json")) == 1
+    assert (tmp_path / "victim").read_text() == "untouched"
+
+
+def test_a_model_beyond_the_contract_is_refused_before_anything_is_simulated(tmp_path: Path) -> None:
+    huge = dataclasses.replace(CONFIG, vocab_size=2**39)
+
+    def simulate(program: Program) -> float:
+        raise AssertionError("simulated")
+
+    with pytest.raises(ContractError, match="vocab_size is 549755813888"):
+        tune_decode_layer(huge, simulate, tmp_path / "t")
+    with pytest.raises(ContractError, match="vocab_size is 549755813888"):
+        tune_lm_head(huge, simulate, tmp_path / "t")
+    with pytest.raises(ContractError, match="vocab_size is 549755813888"):
+        estimate_steps(huge, simulate, model="huge")
+
+
 @pytest.mark.parametrize("raw", BAD_TABLES, ids=lambda raw: raw[-60:].decode(errors="replace"))
 def test_a_table_that_cannot_be_used_is_refused_by_path(raw: bytes, tmp_path: Path) -> None:
     table = tmp_path / "tiles.json"
@@ -254,10 +281,12 @@ def test_a_table_that_cannot_be_written_is_known_before_the_search(
 def test_a_table_that_breaks_during_the_search_does_not_lose_what_was_found(
     search: Callable[..., TuneResult], tmp_path: Path
 ) -> None:
-    table = tmp_path / "tiles.json"
+    table = tmp_path / "folder" / "tiles.json"
+    table.parent.mkdir()
 
     def simulate(program: Program) -> float:
-        (tmp_path / ".tiles.json.new").mkdir(exist_ok=True)  # where the scratch file goes
+        if table.parent.exists():
+            table.parent.rmdir()
         return 0.1
 
     with pytest.raises(TableNotWrittenError, match=r"tiles.json: not written") as caught:
