@@ -40,22 +40,9 @@ def build(program: DecodeStep, options: dict[str, Any]) -> Any:
 def _next_tokens(head: LmHeadSpec, tensors: Any, first_row: Any) -> None:
     """Logits and ids of one step, whose rows start at `first_row` of both, and the embedding rows of the ids."""
     for window in decode_stages.windows(tensors.x.shape[0]):
-        for _ in pypto.loop(0, 1, 1, name="NORM", idx_name="norm", submit_before_loop=True):
-            lm_head_kernel.norm_rows(
-                head, tensors.x, tensors.final_norm, tensors.normed_rows, window.first, window.valid
-            )
-        for chunk in pypto.loop(0, head.chunks, 1, name="CHUNKS", idx_name="chunk", submit_before_loop=True):
-            lm_head_kernel.head_chunk(
-                head,
-                chunk,
-                tensors.normed_rows,
-                tensors.lm_head_weight,
-                tensors.logits,
-                first_row + window.first,
-                tensors.block_maxima,
-                tensors.block_ids,
-                window.valid,
-            )
+        lm_head_kernel.window_logits(
+            head, tensors.x, tensors.lm_head_weight, tensors, window.first, window.valid, first_row + window.first
+        )
         for _ in pypto.loop(0, 1, 1, name="SAMPLE", idx_name="sample", submit_before_loop=True):
             # Rows beyond the batch are gathered too, by whatever their scratch holds, and not written: a gather of some
             # valid rows by ids that were just made fails in the interpreter's late passes.

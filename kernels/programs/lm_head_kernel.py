@@ -30,24 +30,34 @@ def build(program: LmHeadGreedy, options: dict[str, Any]) -> Any:
         for index in pypto.loop(0, (tokens + window - 1) // window, 1, name="WINDOWS", idx_name="window"):
             first = index * window
             valid = pypto.min(tokens - first, window)
-            for _ in pypto.loop(0, 1, 1, name="NORM", idx_name="norm", submit_before_loop=True):
-                norm_rows(spec, tensors.x, tensors.final_norm, tensors.normed_rows, first, valid)
-            for chunk in pypto.loop(0, spec.chunks, 1, name="CHUNKS", idx_name="chunk", submit_before_loop=True):
-                head_chunk(
-                    spec,
-                    chunk,
-                    tensors.normed_rows,
-                    tensors.weight,
-                    tensors.logits,
-                    first,
-                    tensors.block_maxima,
-                    tensors.block_ids,
-                    valid,
-                )
+            window_logits(spec, tensors.x, tensors.weight, tensors, first, valid, first)
             for _ in pypto.loop(0, 1, 1, name="SAMPLE", idx_name="sample", submit_before_loop=True):
                 pypto.assemble(best_ids(spec, tensors.block_maxima, tensors.block_ids, valid), [first, 0], tensors.ids)
 
     return blocks.jit_kernel(program, options, head)
+
+
+def window_logits(
+    spec: LmHeadSpec, x: Any, weight: Any, tensors: Any, first: Any, valid_rows: Any, logits_row: Any
+) -> None:
+    """Norm and LM head of the window of `x` from row `first` on: logits from `logits_row` on, and blocks' winners.
+
+    `tensors` holds `final_norm`, `logits` and the scratch as attributes. Two loops, each waiting for the one before.
+    """
+    for _ in pypto.loop(0, 1, 1, name="NORM", idx_name="norm", submit_before_loop=True):
+        norm_rows(spec, x, tensors.final_norm, tensors.normed_rows, first, valid_rows)
+    for chunk in pypto.loop(0, spec.chunks, 1, name="CHUNKS", idx_name="chunk", submit_before_loop=True):
+        head_chunk(
+            spec,
+            chunk,
+            tensors.normed_rows,
+            weight,
+            tensors.logits,
+            logits_row,
+            tensors.block_maxima,
+            tensors.block_ids,
+            valid_rows,
+        )
 
 
 def norm_rows(

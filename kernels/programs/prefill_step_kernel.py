@@ -32,22 +32,9 @@ def build(program: PrefillStep, options: dict[str, Any]) -> Any:
         for index in pypto.loop(0, windows, 1, name="WINDOWS", idx_name="window", submit_before_loop=True):
             first = index * window
             valid = pypto.min(sequences - first, window)
-            for _ in pypto.loop(0, 1, 1, name="NORM", idx_name="norm", submit_before_loop=True):
-                lm_head_kernel.norm_rows(
-                    head, tensors.hidden_rows, tensors.final_norm, tensors.normed_rows, first, valid
-                )
-            for chunk in pypto.loop(0, head.chunks, 1, name="CHUNKS", idx_name="chunk", submit_before_loop=True):
-                lm_head_kernel.head_chunk(
-                    head,
-                    chunk,
-                    tensors.normed_rows,
-                    tensors.lm_head_weight,
-                    tensors.logits,
-                    first,
-                    tensors.block_maxima,
-                    tensors.block_ids,
-                    valid,
-                )
+            lm_head_kernel.window_logits(
+                head, tensors.hidden_rows, tensors.lm_head_weight, tensors, first, valid, first
+            )
             for _ in pypto.loop(0, 1, 1, name="SAMPLE", idx_name="sample", submit_before_loop=True):
                 best = lm_head_kernel.best_ids(head, tensors.block_maxima, tensors.block_ids, valid)
                 pypto.assemble(best, [first, 0], tensors.ids)
